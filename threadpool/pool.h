@@ -1,0 +1,98 @@
+// Work-stealing execution of task graphs.
+//
+// A graph is built, run once or many times by Pool::Run, and reused by Clear(), which keeps its memory. The calling thread is
+// worker 0 of the run.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace moesaic::threadpool {
+
+/// The function of a task. `context` and `index` are what Add() was given; `worker` is in [0, Pool::num_threads()) and no two
+/// tasks run with the same `worker` at the same time: it may index scratch memory.
+using TaskFunction = void (*)(void* context, std::int64_t index, int worker);
+
+using TaskId = std::int32_t;
+
+/// Tasks and the order between them. Not thread safe. Tasks without predecessors start in the order in which they were added,
+/// as far as threads are free; when a task ends, one successor that it made ready runs next on the same worker (its data is
+/// still in that core's cache), the others can be stolen.
+class TaskGraph {
+ public:
+  TaskId Add(TaskFunction function, void* context, std::int64_t index);
+
+  /// `after` starts once `before` has ended, and sees all that it wrote. Throws std::invalid_argument on an unknown id or
+  /// before == after. A cycle is reported by Pool::Run (std::invalid_argument), before any task starts.
+  void AddEdge(TaskId before, TaskId after);
+
+  void Clear();
+  std::int64_t size() const;
+
+ private:
+  friend class Pool;
+  struct Node {
+    TaskFunction function;
+    void* context;
+    std::int64_t index;
+    std::int32_t predecessors;
+  };
+  struct Edge {
+    TaskId before;
+    TaskId after;
+  };
+  std::vector<Node> nodes_;
+  std::vector<Edge> edges_;
+};
+
+/// Where the threads of a pool come from.
+enum class ThreadSource {
+  kOwn,     ///< threads of the pool's own, pinned to the cores this process may use (C++ programs)
+  kOpenMp,  ///< the process's OpenMP team, in whose one region the workers steal (beside PyTorch)
+};
+
+/// Threads: every member function may be called from any thread; concurrent Run() calls are served one after the other. Run()
+/// inside a task executes the inner graph on the calling thread alone.
+class Pool {
+ public:
+  /// @param num_threads  workers, the caller of Run() among them; 0: MOESAIC_NUM_THREADS, else the cores this process may use
+  ///                     (affinity and cgroup quota). May exceed the number of cores.
+  explicit Pool(int num_threads = 0, ThreadSource source = ThreadSource::kOwn);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  /// The process's pool; made on first use.
+  static Pool& Default();
+
+  int num_threads() const;
+  /// Waits for running graphs. Throws std::invalid_argument unless 1 <= n <= 4096.
+  void SetNumThreads(int n);
+
+  ThreadSource source() const;
+  /// Waits for running graphs. After fork(), a child always uses its own threads: libgomp's team does not survive a fork.
+  void SetSource(ThreadSource source);
+
+  /// Runs every task of the graph and returns when the last has ended. The first exception that a task throws is rethrown
+  /// here after all running tasks have ended; tasks not yet started are dropped, and the pool stays usable.
+  void Run(const TaskGraph& graph);
+
+  /// function(context, i, worker) for every i in [0, count), as tasks without order.
+  void ParallelFor(std::int64_t count, TaskFunction function, void* context);
+
+  /// The same for a callable: body(std::int64_t i, int worker).
+  template <typename Body>
+  void ParallelFor(std::int64_t count, Body&& body) {
+    using Callable = std::remove_reference_t<Body>;
+    ParallelFor(
+        count, [](void* context, std::int64_t i, int worker) { (*static_cast<Callable*>(context))(i, worker); },
+        const_cast<void*>(static_cast<const void*>(&body)));
+  }
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace moesaic::threadpool
