@@ -7,6 +7,7 @@
 
 #include "cpu_kernels/tensor_access.h"
 #include "moe/reference.h"
+#include "moe/validate.h"
 
 namespace moesaic::moe {
 namespace {
@@ -71,8 +72,10 @@ class ExpertsLayer::Impl {
   ReferenceWeights weights;
 };
 
-ExpertsLayer::ExpertsLayer(const LayerConfig& config, const TensorView& gate_up, const TensorView& down, threadpool::Pool&)
-    : impl_(std::make_unique<Impl>(config, gate_up, down)) {}
+ExpertsLayer::ExpertsLayer(const LayerConfig& config, const TensorView& gate_up, const TensorView& down, threadpool::Pool&) {
+  ValidateWeights(config, gate_up, down);
+  impl_ = std::make_unique<Impl>(config, gate_up, down);
+}
 
 ExpertsLayer::~ExpertsLayer() = default;
 
@@ -95,6 +98,7 @@ SavedSizes ExpertsLayer::SavedStateSizes(std::int64_t tokens, std::int64_t top_k
 }
 
 void ExpertsLayer::Forward(const ForwardArgs& args, threadpool::Pool&) const {
+  ValidateForward(impl_->config, args);
   Store(args.out, ReferenceForward(impl_->weights, {args.hidden, args.ids, args.weights, args.lora}));
   if (args.saved == nullptr) return;
   const std::int64_t num_experts = impl_->config.num_experts;
@@ -117,6 +121,7 @@ void ExpertsLayer::Forward(const ForwardArgs& args, threadpool::Pool&) const {
 }
 
 void ExpertsLayer::Backward(const BackwardArgs& args, threadpool::Pool&) const {
+  ValidateBackward(impl_->config, args);
   const std::int64_t num_experts = impl_->config.num_experts;
   const std::int32_t* offsets = args.saved->routing;
   const std::int32_t* slots = offsets + num_experts + 1;
@@ -137,6 +142,7 @@ void ExpertsLayer::Backward(const BackwardArgs& args, threadpool::Pool&) const {
 }
 
 void ExpertsLayer::Unpack(const TensorView& gate_up, const TensorView& down, threadpool::Pool&) const {
+  ValidateUnpack(impl_->config, gate_up, down);
   Copy::CopyElements(impl_->gate_up.view, gate_up);
   Copy::CopyElements(impl_->down.view, down);
 }
