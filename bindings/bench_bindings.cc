@@ -1,0 +1,80 @@
+#include "bindings/bench_bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "cpu_kernels/isa.h"
+#include "profiling/bench/ceiling.h"
+#include "threadpool/pool.h"
+
+namespace py = pybind11;
+
+namespace moesaic::bindings {
+namespace {
+
+// The probes run either on the calling thread alone or on all threads of the process's pool, as the engine does.
+threadpool::Pool* TeamOf(int threads) {
+  if (threads == 1) return nullptr;
+  threadpool::Pool& pool = threadpool::Pool::Default();
+  if (threads != pool.num_threads()) {
+    throw std::invalid_argument("threads is " + std::to_string(threads) + ", expected 1 or the pool's " +
+                                std::to_string(pool.num_threads()));
+  }
+  return &pool;
+}
+
+py::list IsaTierRows() {
+  py::list rows;
+  for (const IsaTier& tier : IsaTiers()) {
+    py::dict row;
+    row["name"] = tier.name;
+    row["supported"] = tier.supported;
+    row["permitted"] = tier.permitted;
+    row["compiled"] = tier.compiled;
+    row["chosen"] = tier.chosen;
+    rows.append(row);
+  }
+  return rows;
+}
+
+py::list ComputeProbeRows() {
+  py::list rows;
+  for (const bench::ComputeProbe& probe : bench::ComputeProbes()) {
+    py::dict row;
+    row["isa"] = probe.isa;
+    row["instruction"] = probe.instruction;
+    row["available"] = probe.available;
+    rows.append(row);
+  }
+  return rows;
+}
+
+}  // namespace
+
+void RegisterBench(py::module_& module) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::module_ bench = module.def_submodule("bench", "What the host has and what it can do at most.");
+  bench.def("isa_tiers", &IsaTierRows, "Every tier of kernels, best first: name, supported, permitted, compiled, chosen.");
+  bench.def("verify_isa", &VerifyIsa, py::arg("name"), Unlocked(),
+            "Runs the tier's kernel and compares it with the scalar reference; False where it cannot run.");
+  bench.def("cpu_name", &CpuName, "The processor's own name.");
+  bench.def("last_level_cache_bytes", &bench::LastLevelCacheBytes, "Bytes of all last-level caches together; 0: unknown.");
+  bench.def("compute_probes", &ComputeProbeRows, "Every compute probe, best first: isa, instruction, available.");
+  bench.def(
+      "measure_compute",
+      [](const std::string& isa, int threads, double seconds) { return bench::MeasureCompute(isa, TeamOf(threads), seconds); },
+      py::arg("isa"), py::arg("threads"), py::arg("seconds"), Unlocked(),
+      "GFLOP/s of multiply-adds on registers, on 1 thread or on all of the pool. ValueError for anything else.");
+  py::class_<bench::ReadProbe>(bench, "ReadProbe", "Streaming reads of a buffer larger than the caches.")
+      .def(py::init([](int threads, std::int64_t bytes) { return std::make_unique<bench::ReadProbe>(TeamOf(threads), bytes); }),
+           py::arg("threads"), py::arg("bytes") = 0, Unlocked())
+      .def("measure", &bench::ReadProbe::Measure, py::arg("seconds"), Unlocked(), "GB/s.")
+      .def_property_readonly("bytes", &bench::ReadProbe::bytes)
+      .def_property_readonly("method", &bench::ReadProbe::method);
+}
+
+}  // namespace moesaic::bindings
