@@ -7,7 +7,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "cpu_kernels/isa.h"
 #include "profiling/bench/ceiling.h"
 #include "threadpool/pool.h"
 
@@ -27,20 +26,6 @@ threadpool::Pool* TeamOf(int threads) {
   return &pool;
 }
 
-py::list IsaTierRows() {
-  py::list rows;
-  for (const IsaTier& tier : IsaTiers()) {
-    py::dict row;
-    row["name"] = tier.name;
-    row["supported"] = tier.supported;
-    row["permitted"] = tier.permitted;
-    row["compiled"] = tier.compiled;
-    row["chosen"] = tier.chosen;
-    rows.append(row);
-  }
-  return rows;
-}
-
 py::list ComputeProbeRows() {
   py::list rows;
   for (const bench::ComputeProbe& probe : bench::ComputeProbes()) {
@@ -57,19 +42,14 @@ py::list ComputeProbeRows() {
 
 void RegisterBench(py::module_& module) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
-  py::module_ bench = module.def_submodule("bench", "What the host has and what it can do at most.");
-  bench.def("isa_tiers", &IsaTierRows, "Every tier of kernels, best first: name, supported, permitted, compiled, chosen.");
-  bench.def("verify_isa", &VerifyIsa, py::arg("name"), Unlocked(),
-            "Runs the tier's kernel and compares it with the scalar reference; False where it cannot run.");
-  bench.def("cpu_name", &CpuName, "The processor's own name.");
-  bench.def("last_level_cache_bytes", &bench::LastLevelCacheBytes, "Bytes of all last-level caches together; 0: unknown.");
-  bench.def("compute_probes", &ComputeProbeRows, "Every compute probe, best first: isa, instruction, available.");
-  bench.def(
+  module.def("last_level_cache_bytes", &bench::LastLevelCacheBytes, "Bytes of all last-level caches together; 0: unknown.");
+  module.def("compute_probes", &ComputeProbeRows, "Every compute probe, best first: isa, instruction, available.");
+  module.def(
       "measure_compute",
       [](const std::string& isa, int threads, double seconds) { return bench::MeasureCompute(isa, TeamOf(threads), seconds); },
       py::arg("isa"), py::arg("threads"), py::arg("seconds"), Unlocked(),
       "GFLOP/s of multiply-adds on registers, on 1 thread or on all of the pool. ValueError for anything else.");
-  py::class_<bench::ReadProbe>(bench, "ReadProbe", "Streaming reads of a buffer larger than the caches.")
+  py::class_<bench::ReadProbe>(module, "ReadProbe", "Streaming reads of a buffer larger than the caches.")
       .def(py::init([](int threads, std::int64_t bytes) { return std::make_unique<bench::ReadProbe>(TeamOf(threads), bytes); }),
            py::arg("threads"), py::arg("bytes") = 0, Unlocked())
       .def("measure", &bench::ReadProbe::Measure, py::arg("seconds"), Unlocked(), "GB/s.")

@@ -1,11 +1,11 @@
-// The submodule `bench`: instruction sets of the host, and the ceiling probes of profiling/bench.
+// The ceiling probes of profiling/bench, as functions of the module.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace moesaic::bindings {
 
-/// Adds the submodule `bench` to the module.
+/// Adds compute_probes, measure_compute, ReadProbe and last_level_cache_bytes to the module.
 void RegisterBench(pybind11::module_& module);
 
 }  // namespace moesaic::bindings
