@@ -1,0 +1,233 @@
+#include "bindings/layer_module.h"
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/arena.h"
+#include "bindings/tensor.h"
+#include "moe/layer.h"
+#include "threadpool/pool.h"
+
+namespace py = pybind11;
+
+namespace moesaic::bindings {
+namespace {
+
+constexpr const char* kActivationTypes = "bfloat16 or float32";
+constexpr const char* kIdTypes = "int64 or int32";
+constexpr const char* kWeightTypes = "bfloat16, float16 or float32";
+constexpr std::int64_t kAlignment = 64;
+
+/// The pairs of an adapter in the order of the Python field names; an entry of a LoRA layout names one by its index.
+struct PairField {
+  const char* a_name;
+  const char* b_name;
+  moe::LoraPair moe::LoraAdapter::*pair;
+  moe::LoraPairGrad moe::LoraAdapterGrad::*grad;
+};
+constexpr std::array<PairField, 4> kPairFields = {{
+    {"gate_up.a", "gate_up.b", &moe::LoraAdapter::gate_up, &moe::LoraAdapterGrad::gate_up},
+    {"gate.a", "gate.b", &moe::LoraAdapter::gate, &moe::LoraAdapterGrad::gate},
+    {"up.a", "up.b", &moe::LoraAdapter::up, &moe::LoraAdapterGrad::up},
+    {"down.a", "down.b", &moe::LoraAdapter::down, &moe::LoraAdapterGrad::down},
+}};
+
+/// Adapters as Python hands them over: `tensors` is (a, b, a, b, ...), and the n-th entry (adapter, field, scale) of `layout`
+/// says what the n-th pair is.
+struct LoraArguments {
+  struct Place {
+    std::size_t adapter;
+    const PairField* field;
+  };
+  std::vector<moe::LoraAdapter> adapters;
+  std::vector<Place> places;
+
+  LoraArguments(const py::tuple& tensors, const py::tuple& layout) {
+    if (tensors.size() != 2 * layout.size()) {
+      throw std::invalid_argument("lora has " + std::to_string(tensors.size()) + " tensors for " + std::to_string(layout.size()) +
+                                  " pairs; expected two for each");
+    }
+    places.reserve(layout.size());
+    for (std::size_t n = 0; n < layout.size(); ++n) {
+      const auto entry = py::reinterpret_borrow<py::tuple>(PyTuple_GET_ITEM(layout.ptr(), static_cast<Py_ssize_t>(n)));
+      const auto adapter = entry[0].cast<std::size_t>();
+      const PairField& field = kPairFields.at(entry[1].cast<std::size_t>());
+      if (adapter >= adapters.size()) adapters.resize(adapter + 1);
+      places.push_back({adapter, &field});
+      moe::LoraPair& pair = adapters[adapter].*field.pair;
+      const auto index = static_cast<std::int64_t>(adapter);
+      pair.a = ViewOf(PyTuple_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(2 * n)), {field.a_name, index}, kActivationTypes);
+      pair.b = ViewOf(PyTuple_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(2 * n + 1)), {field.b_name, index}, kActivationTypes);
+      pair.scale = entry[2].cast<float>();
+    }
+  }
+};
+
+/// Where the saved tensors lie in the one block that Python sees: the offset of each in bytes, and the size of the whole.
+struct StateLayout {
+  std::array<std::int64_t, 5> offsets;
+  std::int64_t bytes;
+
+  explicit StateLayout(const moe::SavedSizes& sizes) : bytes(0) {
+    const auto size_of_low = static_cast<std::int64_t>(sizeof(BFloat16));
+    const std::array<std::int64_t, 5> parts = {sizes.routing * static_cast<std::int64_t>(sizeof(std::int32_t)), sizes.gate * size_of_low,
+                                               sizes.up * size_of_low, sizes.gate_up_low * size_of_low,
+                                               sizes.down_low * size_of_low};
+    for (std::size_t n = 0; n < parts.size(); ++n) {
+      offsets[n] = bytes;
+      bytes += (parts[n] + kAlignment - 1) / kAlignment * kAlignment;
+    }
+  }
+
+  moe::SavedState At(void* data) const {
+    auto* base = static_cast<std::byte*>(data);
+    return {reinterpret_cast<std::int32_t*>(base + offsets[0]), reinterpret_cast<BFloat16*>(base + offsets[1]),
+            reinterpret_cast<BFloat16*>(base + offsets[2]), reinterpret_cast<BFloat16*>(base + offsets[3]),
+            reinterpret_cast<BFloat16*>(base + offsets[4])};
+  }
+};
+
+/// True where T, H and k can be read off the arguments; otherwise the engine's own validation says what is wrong.
+bool HasSlots(const TensorView& hidden, const TensorView& top_k) {
+  return hidden.rank == 2 && top_k.rank == 2 && hidden.shape[0] == top_k.shape[0] &&
+         (top_k.shape[1] == 0 || top_k.shape[0] <= std::numeric_limits<std::int32_t>::max() / top_k.shape[1]);
+}
+
+moe::LayerConfig ConfigOf(const std::string& weight_format, const TensorView& gate_up, const TensorView& down) {
+  if (weight_format != "bf16") throw std::invalid_argument("weight_format is \"" + weight_format + "\"; expected \"bf16\"");
+  if (gate_up.rank != 3 || down.rank != 3) {
+    throw std::invalid_argument("gate_up_proj and down_proj have " + std::to_string(gate_up.rank) + " and " + std::to_string(down.rank) +
+                                " dimensions; expected shapes [E, 2I, H] and [E, H, I]");
+  }
+  return {gate_up.shape[0], gate_up.shape[2], down.shape[2], moe::WeightFormat::kBFloat16};
+}
+
+class Layer {
+ public:
+  Layer(const std::string& weight_format, const py::object& gate_up_proj, const py::object& down_proj) {
+    const TensorView gate_up = ViewOf(gate_up_proj, {"gate_up_proj"}, kWeightTypes);
+    const TensorView down = ViewOf(down_proj, {"down_proj"}, kWeightTypes);
+    const moe::LayerConfig config = ConfigOf(weight_format, gate_up, down);
+    const py::gil_scoped_release unlocked;
+    layer_ = std::make_unique<moe::ExpertsLayer>(config, gate_up, down, threadpool::Pool::Default());
+  }
+
+  const moe::ExpertsLayer& layer() const { return *layer_; }
+
+  py::tuple Forward(const py::object& hidden, const py::object& ids, const py::object& weights, const py::tuple& lora_tensors,
+                    const py::tuple& lora_layout, bool save) const {
+    moe::ForwardArgs args;
+    args.hidden = ViewOf(hidden, {"hidden"}, kActivationTypes);
+    args.ids = ViewOf(ids, {"top_k_ids"}, kIdTypes);
+    args.weights = ViewOf(weights, {"top_k_weights"}, kActivationTypes);
+    const LoraArguments lora(lora_tensors, lora_layout);
+    args.lora = lora.adapters;
+    OutputTensor out;
+    OutputTensor state;
+    moe::SavedState saved;
+    if (HasSlots(args.hidden, args.ids)) {
+      out = OutputTensor::Contiguous(args.hidden.dtype, args.hidden.shape[0], layer_->config().hidden_size);
+      args.out = out.view();
+      if (save) {
+        const StateLayout layout(layer_->SavedStateSizes(args.ids.shape[0], args.ids.shape[1], args.lora));
+        state = OutputTensor::Bytes(layout.bytes);
+        saved = layout.At(state.data());
+        args.saved = &saved;
+      }
+    }
+    {
+      const py::gil_scoped_release unlocked;
+      layer_->Forward(args, threadpool::Pool::Default());
+    }
+    return py::make_tuple(out.ToTorch(), state.ToTorch());
+  }
+
+  /// @param needs  truth values for hidden, top_k_weights and each of lora_tensors
+  py::tuple Backward(const py::object& state, const py::object& hidden, const py::object& weights, const py::tuple& lora_tensors,
+                     const py::tuple& lora_layout, const py::object& d_out, const py::tuple& needs) const {
+    moe::BackwardArgs args;
+    args.hidden = ViewOf(hidden, {"hidden"}, kActivationTypes);
+    args.weights = ViewOf(weights, {"top_k_weights"}, kActivationTypes);
+    args.d_out = ViewOf(d_out, {"d_out"}, kActivationTypes);
+    const LoraArguments lora(lora_tensors, lora_layout);
+    args.lora = lora.adapters;
+    if (needs.size() != 2 + lora_tensors.size()) {
+      throw std::invalid_argument("needs has " + std::to_string(needs.size()) + " values; expected " +
+                                  std::to_string(2 + lora_tensors.size()));
+    }
+    const auto needed = [&needs](std::size_t n) { return PyObject_IsTrue(PyTuple_GET_ITEM(needs.ptr(), static_cast<Py_ssize_t>(n))) == 1; };
+
+    moe::SavedState saved;
+    OutputTensor aligned_state;
+    if (HasSlots(args.hidden, args.weights)) {
+      const StateLayout layout(layer_->SavedStateSizes(args.weights.shape[0], args.weights.shape[1], args.lora));
+      void* data = BytesOf(state, {"saved.state"}, layout.bytes);
+      if (reinterpret_cast<std::uintptr_t>(data) % kAlignment != 0) {
+        // A hook for saved tensors may have put it anywhere; the kernels want it aligned.
+        aligned_state = OutputTensor::Bytes(layout.bytes);
+        data = std::memcpy(aligned_state.data(), data, static_cast<std::size_t>(layout.bytes));
+      }
+      saved = layout.At(data);
+      args.saved = &saved;
+    }
+
+    OutputTensor d_hidden;
+    OutputTensor d_weights;
+    std::vector<OutputTensor> d_lora(lora_tensors.size());
+    std::vector<moe::LoraAdapterGrad> d_adapters(lora.adapters.size());
+    if (needed(0)) args.d_hidden = (d_hidden = OutputTensor::Like(args.hidden)).view();
+    if (needed(1)) args.d_weights = (d_weights = OutputTensor::Like(args.weights)).view();
+    for (std::size_t n = 0; n < lora.places.size(); ++n) {
+      const auto& [adapter, field] = lora.places[n];
+      const moe::LoraPair& pair = lora.adapters[adapter].*field->pair;
+      moe::LoraPairGrad& grad = d_adapters[adapter].*field->grad;
+      if (needed(2 + 2 * n)) grad.a = (d_lora[2 * n] = OutputTensor::Like(pair.a)).view();
+      if (needed(3 + 2 * n)) grad.b = (d_lora[2 * n + 1] = OutputTensor::Like(pair.b)).view();
+    }
+    args.d_lora = d_adapters;
+    {
+      const py::gil_scoped_release unlocked;
+      layer_->Backward(args, threadpool::Pool::Default());
+    }
+    py::tuple d_tensors(d_lora.size());
+    for (std::size_t n = 0; n < d_lora.size(); ++n) d_tensors[n] = d_lora[n].ToTorch();
+    return py::make_tuple(d_hidden.ToTorch(), d_weights.ToTorch(), d_tensors);
+  }
+
+  void Unpack(const py::object& gate_up_proj, const py::object& down_proj) const {
+    const TensorView gate_up = ViewOf(gate_up_proj, {"gate_up_proj"}, kWeightTypes);
+    const TensorView down = ViewOf(down_proj, {"down_proj"}, kWeightTypes);
+    const py::gil_scoped_release unlocked;
+    layer_->Unpack(gate_up, down, threadpool::Pool::Default());
+  }
+
+ private:
+  std::unique_ptr<moe::ExpertsLayer> layer_;
+};
+
+}  // namespace
+
+void BindLayer(py::module_& module) {
+  using py::arg;
+  py::class_<Layer>(module, "Layer")
+      .def(py::init<const std::string&, const py::object&, const py::object&>(), arg("weight_format"), arg("gate_up_proj"),
+           arg("down_proj"))
+      .def_property_readonly("num_experts", [](const Layer& self) { return self.layer().config().num_experts; })
+      .def_property_readonly("hidden_size", [](const Layer& self) { return self.layer().config().hidden_size; })
+      .def_property_readonly("intermediate_size", [](const Layer& self) { return self.layer().config().intermediate_size; })
+      .def_property_readonly("weight_bytes", [](const Layer& self) { return self.layer().weight_bytes(); })
+      .def("forward", &Layer::Forward, arg("hidden"), arg("top_k_ids"), arg("top_k_weights"), arg("lora_tensors"), arg("lora_layout"),
+           arg("save"))
+      .def("backward", &Layer::Backward, arg("state"), arg("hidden"), arg("top_k_weights"), arg("lora_tensors"), arg("lora_layout"),
+           arg("d_out"), arg("needs"))
+      .def("unpack", &Layer::Unpack, arg("gate_up_proj"), arg("down_proj"));
+}
+
+}  // namespace moesaic::bindings

@@ -1,0 +1,125 @@
+// The Python module moesaic._core: everything that needs C++. python/moesaic/_core.pyi describes it; what users see is the
+// package around it.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "bindings/arena.h"
+#include "bindings/layer_module.h"
+#include "bindings/tensor.h"
+#include "cpu_kernels/isa.h"
+#include "profiling/range.h"
+#include "threadpool/pool.h"
+
+namespace py = pybind11;
+
+namespace moesaic::bindings {
+namespace {
+
+/// Beside PyTorch the workers are the process's OpenMP team: two sets of threads on the same cores would spin against each other.
+threadpool::ThreadSource SourceFromEnvironment() {
+  const char* value = std::getenv("MOESAIC_THREAD_SOURCE");
+  const std::string_view source = value == nullptr ? "" : value;
+  if (source.empty() || source == "openmp") return threadpool::ThreadSource::kOpenMp;
+  if (source == "own") return threadpool::ThreadSource::kOwn;
+  throw std::invalid_argument("MOESAIC_THREAD_SOURCE is \"" + std::string(source) + "\"; expected \"openmp\" or \"own\"");
+}
+
+py::dict TierToDict(const IsaTier& tier) {
+  py::dict row;
+  row["name"] = tier.name;
+  row["supported"] = tier.supported;
+  row["permitted"] = tier.permitted;
+  row["compiled"] = tier.compiled;
+  row["chosen"] = tier.chosen;
+  return row;
+}
+
+py::dict RangeToDict(const profiling::RangeStats& stats) {
+  py::dict row;
+  row["name"] = stats.name;
+  row["category"] = stats.category;
+  row["calls"] = stats.calls;
+  row["thread_ns"] = stats.thread_ns;
+  row["min_thread_ns"] = stats.min_thread_ns;
+  row["max_thread_ns"] = stats.max_thread_ns;
+  row["span_ns"] = stats.span_ns;
+  row["threads"] = stats.threads;
+  row["flops"] = stats.flops;
+  row["bytes"] = stats.bytes;
+  return row;
+}
+
+template <typename Rows, typename ToDict>
+py::list ToList(const Rows& rows, ToDict to_dict) {
+  py::list list;
+  for (const auto& row : rows) list.append(to_dict(row));
+  return list;
+}
+
+void BindThreads(py::module_& module) {
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  module.def("set_num_threads", [](int n) { threadpool::Pool::Default().SetNumThreads(n); }, py::arg("n"), unlocked);
+  module.def("get_num_threads", [] { return threadpool::Pool::Default().num_threads(); }, unlocked);
+  module.def(
+      "set_thread_source",
+      [](const std::string& source) {
+        if (source != "own" && source != "openmp") {
+          throw std::invalid_argument("source is \"" + source + "\"; expected \"openmp\" or \"own\"");
+        }
+        threadpool::Pool::Default().SetSource(source == "own" ? threadpool::ThreadSource::kOwn : threadpool::ThreadSource::kOpenMp);
+      },
+      py::arg("source"), unlocked);
+  module.def("get_thread_source",
+             [] { return threadpool::Pool::Default().source() == threadpool::ThreadSource::kOwn ? "own" : "openmp"; });
+}
+
+void BindHost(py::module_& module) {
+  module.def("isa", [] { return ChosenIsa(); });
+  module.def("isa_tiers", [] { return ToList(IsaTiers(), TierToDict); });
+  module.def("verify_isa", [](const std::string& name) { return VerifyIsa(name); }, py::arg("name"),
+             py::call_guard<py::gil_scoped_release>());
+  module.def("cpu_name", [] { return CpuName(); });
+}
+
+void BindProfiling(py::module_& module) {
+  module.def("set_timers_enabled", &profiling::SetTimersEnabled, py::arg("enabled"));
+  module.def("timers_enabled", &profiling::TimersEnabled);
+  module.def("reset_timers", &profiling::Reset);
+  module.def("timers_snapshot", [] { return ToList(profiling::Snapshot(), RangeToDict); });
+}
+
+void BindMemory(py::module_& module) {
+  module.def("memory_stats", [] {
+    const ArenaStats stats = Arena::Default().Stats();
+    py::dict row;
+    row["in_use_bytes"] = stats.in_use_bytes;
+    row["cached_bytes"] = stats.cached_bytes;
+    row["peak_in_use_bytes"] = stats.peak_in_use_bytes;
+    row["blocks_in_use"] = stats.blocks_in_use;
+    row["allocations"] = stats.allocations;
+    row["reused"] = stats.reused;
+    return row;
+  });
+  module.def("trim_memory", [] { return Arena::Default().Trim(); }, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+}  // namespace moesaic::bindings
+
+PYBIND11_MODULE(_core, module) {
+  namespace bindings = moesaic::bindings;
+  py::register_exception<moesaic::UnsupportedHostError>(module, "UnsupportedHostError", PyExc_RuntimeError)
+      .attr("__module__") = "moesaic";
+  bindings::LoadTorch();
+  moesaic::threadpool::Pool::Default().SetSource(bindings::SourceFromEnvironment());
+  bindings::BindThreads(module);
+  bindings::BindHost(module);
+  bindings::BindProfiling(module);
+  bindings::BindMemory(module);
+  bindings::BindLayer(module);
+}

@@ -1,0 +1,43 @@
+"""Trains the expert layers of mixture-of-experts models on CPUs: frozen packed weights, LoRA adapters, forward and backward.
+
+``layer = ExpertsLayer(gate_up_proj, down_proj)`` packs one block of experts, ``moe_experts(hidden, ids, weights, layer, lora)``
+is the differentiable function, and ``moesaic.hf`` connects both to transformers and PEFT.
+"""
+
+import os as _os
+
+# First, so that the engine's OpenMP is the one that PyTorch brought, and both share one team of threads.
+import torch as _torch  # noqa: F401
+
+from moesaic._core import UnsupportedHostError
+from moesaic.autograd import moe_experts
+from moesaic.layer import ExpertsLayer, Grads, Saved
+from moesaic.lora import Lora, LoraGrad, LoraPair, LoraPairGrad
+from moesaic.profiler import Phase, Profile, profile, profile_process
+from moesaic.runtime import MemoryStats, get_num_threads, isa, memory_stats, set_num_threads, trim_memory
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ExpertsLayer",
+    "Grads",
+    "Lora",
+    "LoraGrad",
+    "LoraPair",
+    "LoraPairGrad",
+    "MemoryStats",
+    "Phase",
+    "Profile",
+    "Saved",
+    "UnsupportedHostError",
+    "get_num_threads",
+    "isa",
+    "memory_stats",
+    "moe_experts",
+    "profile",
+    "set_num_threads",
+    "trim_memory",
+]
+
+if _os.environ.get("MOESAIC_PROFILE"):
+    profile_process(_os.environ["MOESAIC_PROFILE"])

@@ -1,0 +1,83 @@
+"""What C++ gives to the package. Users take the names of `moesaic` itself."""
+
+from typing import TypedDict
+
+import torch
+
+from moesaic.lora import Layout
+from moesaic.runtime import MemoryStats
+
+class UnsupportedHostError(RuntimeError):
+    """MOESAIC_ISA forces an instruction set that this host, this process or this build does not have."""
+
+class IsaTier(TypedDict):
+    name: str
+    supported: bool
+    permitted: bool
+    compiled: bool
+    chosen: bool
+
+class RangeStats(TypedDict):
+    name: str
+    category: str
+    calls: int
+    thread_ns: int
+    min_thread_ns: int
+    max_thread_ns: int
+    span_ns: int
+    threads: int
+    flops: float
+    bytes: float
+
+class Layer:
+    """Tensors are on the CPU. LoRA tensors come flat, ``(a, b, a, b, ...)``; the layout says what each pair is."""
+
+    def __init__(self, weight_format: str, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> None: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        top_k_ids: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        lora_tensors: tuple[torch.Tensor, ...],
+        lora_layout: Layout,
+        save: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Output and, with `save`, the state: one uint8 tensor that holds everything forward saves."""
+
+    def backward(
+        self,
+        state: torch.Tensor,
+        hidden: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        lora_tensors: tuple[torch.Tensor, ...],
+        lora_layout: Layout,
+        d_out: torch.Tensor,
+        needs: tuple[bool, ...],
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+        """Gradients of hidden, top_k_weights and each LoRA tensor; None where `needs`, in the same order, is false."""
+
+    def unpack(self, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> None:
+        """Writes the weights back into tensors of the caller's."""
+
+def set_num_threads(n: int) -> None: ...
+def get_num_threads() -> int: ...
+def set_thread_source(source: str) -> None: ...
+def get_thread_source() -> str: ...
+def isa() -> str: ...
+def isa_tiers() -> list[IsaTier]: ...
+def verify_isa(name: str) -> bool: ...
+def cpu_name() -> str: ...
+def set_timers_enabled(enabled: bool) -> None: ...
+def timers_enabled() -> bool: ...
+def reset_timers() -> None: ...
+def timers_snapshot() -> list[RangeStats]: ...
+def memory_stats() -> MemoryStats: ...
+def trim_memory() -> int: ...

@@ -1,0 +1,93 @@
+"""The experts layer as a differentiable function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from moesaic import _core
+from moesaic.layer import ExpertsLayer, lora_on_cpu, on_cpu
+from moesaic.lora import Layout, Lora
+
+__all__ = ["moe_experts"]
+
+
+class _MoeExperts(torch.autograd.Function):
+    """Everything that backward needs goes through `save_for_backward`, the engine's own state too: so activation checkpointing
+    and hooks for saved tensors can drop it, move it, or bring it back as another tensor. Nothing else is kept between calls."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        core: _core.Layer,
+        lora_layout: Layout,
+        hidden: torch.Tensor,
+        top_k_ids: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        *lora_tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        out, state = core.forward(hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, True)
+        ctx.save_for_backward(state, hidden, top_k_weights, *lora_tensors)
+        ctx.core = core
+        ctx.lora_layout = lora_layout
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        if d_out is None:
+            return (None,) * len(needs)
+        state, hidden, top_k_weights, *lora_tensors = ctx.saved_tensors
+        d_hidden, d_weights, d_lora = ctx.core.backward(
+            state, hidden, top_k_weights, tuple(lora_tensors), ctx.lora_layout, d_out, (needs[2], needs[4], *needs[5:])
+        )
+        return (None, None, d_hidden, None, d_weights, *d_lora)
+
+
+def moe_experts(
+    hidden: torch.Tensor,
+    top_k_ids: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    layer: ExpertsLayer,
+    lora: Lora | Sequence[Lora] | None = None,
+) -> torch.Tensor:
+    """``out[t] = sum over j of top_k_weights[t, j] * expert[top_k_ids[t, j]](hidden[t])``, differentiable once.
+
+    Gradients reach `hidden`, `top_k_weights` and each LoRA tensor that requires one, in its own dtype and strides. Where
+    nothing requires a gradient, or under ``torch.no_grad()``, nothing is saved. Tensors on another device are copied to the
+    CPU, and the result back to the device of `hidden`.
+
+    Args:
+        hidden: ``[T, H]`` bf16 or fp32 (rounded to bf16 once).
+        top_k_ids: ``[T, k]`` int64 or int32; -1 or E: skip.
+        top_k_weights: ``[T, k]`` fp32 or bf16.
+        layer: the packed experts.
+        lora: an adapter, or several, which add up; read anew in forward and in backward.
+
+    Returns:
+        ``[T, H]`` in the dtype and on the device of `hidden`.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, dtype or ids; the message names it.
+        MemoryError: memory cannot be had.
+    """
+    if not isinstance(layer, ExpertsLayer):
+        raise TypeError(f"layer is a {type(layer).__name__}; expected a moesaic.ExpertsLayer")
+    lora_tensors, lora_layout = lora_on_cpu(lora)
+    cpu_hidden = on_cpu(hidden, "hidden")
+    cpu_ids = on_cpu(top_k_ids, "top_k_ids")
+    cpu_weights = on_cpu(top_k_weights, "top_k_weights")
+    core = layer._core
+    out: torch.Tensor
+    if torch.is_grad_enabled() and (
+        cpu_hidden.requires_grad or cpu_weights.requires_grad or any(t.requires_grad for t in lora_tensors)
+    ):
+        out = _MoeExperts.apply(core, lora_layout, cpu_hidden, cpu_ids, cpu_weights, *lora_tensors)
+    else:
+        out, _ = core.forward(cpu_hidden, cpu_ids, cpu_weights, lora_tensors, lora_layout, False)
+    return out if hidden.is_cpu else out.to(hidden.device)

@@ -1,0 +1,239 @@
+#include "bindings/tensor.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+#include "bindings/arena.h"
+#include "bindings/dlpack.h"
+
+namespace py = pybind11;
+
+namespace moesaic::bindings {
+namespace {
+
+/// What is looked up in torch once and kept for the life of the process.
+struct Torch {
+  py::object tensor_type;
+  py::object from_dlpack;
+  py::object uint8;
+  std::array<std::pair<py::object, DType>, 5> dtypes;
+  // Interned names: attribute look-up compares pointers.
+  py::str data_ptr{Intern("data_ptr")};
+  py::str dtype{Intern("dtype")};
+  py::str is_cpu{Intern("is_cpu")};
+  py::str is_neg{Intern("is_neg")};
+  py::str shape{Intern("shape")};
+  py::str stride{Intern("stride")};
+
+  Torch() {
+    const py::module_ torch = py::module_::import("torch");
+    tensor_type = torch.attr("Tensor");
+    from_dlpack = py::module_::import("torch.utils.dlpack").attr("from_dlpack");
+    uint8 = torch.attr("uint8");
+    dtypes = {{{torch.attr("bfloat16"), DType::kBFloat16},
+               {torch.attr("float32"), DType::kFloat32},
+               {torch.attr("int64"), DType::kInt64},
+               {torch.attr("int32"), DType::kInt32},
+               {torch.attr("float16"), DType::kFloat16}}};
+  }
+
+  static py::str Intern(const char* text) { return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(text)); }
+
+  static const Torch& Get() {
+    // Never destroyed: the interpreter is gone before static objects are.
+    static const Torch* const torch = new Torch;
+    return *torch;
+  }
+};
+
+py::object Attribute(py::handle object, const py::str& name) {
+  return py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name.ptr()));
+}
+
+py::object CallMethod(py::handle object, const py::str& name) {
+  return py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object.ptr(), name.ptr()));
+}
+
+/// Turns the Python error that is set, as a sparse or a fake tensor raises one, into one that names the argument.
+[[noreturn]] void FailNotDense(const ArgumentName& name) {
+  const py::error_already_set error;
+  if (!error.matches(PyExc_Exception)) throw error;  // KeyboardInterrupt and its like
+  throw std::invalid_argument(name.ToString() + " has no readable memory; expected a dense CPU tensor (" +
+                              std::string(py::str(error.value())) + ")");
+}
+
+std::string Text(const py::object& object) { return object ? std::string(py::str(object)) : "unknown"; }
+
+/// Checks that `object` is a tensor in readable memory; what is left to check is its type.
+void CheckTensor(py::handle object, const ArgumentName& name) {
+  const Torch& torch = Torch::Get();
+  if (!PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch.tensor_type.ptr()))) {
+    throw py::type_error(name.ToString() + " is a " + Py_TYPE(object.ptr())->tp_name + "; expected a torch.Tensor");
+  }
+  if (Attribute(object, torch.is_cpu).ptr() != Py_True) {
+    throw std::invalid_argument(name.ToString() + " is on " + Text(object.attr("device")) + "; expected a CPU tensor");
+  }
+  const py::object negated = CallMethod(object, torch.is_neg);
+  if (!negated) FailNotDense(name);
+  if (negated.ptr() == Py_True) {
+    throw std::invalid_argument(name.ToString() + " is a lazily negated view; expected plain memory, as resolve_neg() gives");
+  }
+}
+
+/// Fills data, rank, shape and stride.
+void ReadGeometry(py::handle object, const ArgumentName& name, TensorView* view) {
+  const Torch& torch = Torch::Get();
+  const py::object shape = Attribute(object, torch.shape);
+  const py::object stride = shape ? CallMethod(object, torch.stride) : py::object();
+  const py::object address = stride ? CallMethod(object, torch.data_ptr) : py::object();
+  if (!address) FailNotDense(name);
+  const Py_ssize_t rank = PyTuple_GET_SIZE(shape.ptr());
+  if (rank < 1 || rank > 3) {
+    throw std::invalid_argument(name.ToString() + " has shape " + std::string(py::str(py::list(shape))) +
+                                "; expected one to three dimensions");
+  }
+  view->rank = static_cast<int>(rank);
+  for (Py_ssize_t d = 0; d < rank; ++d) {
+    view->shape[static_cast<std::size_t>(d)] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), d));
+    view->stride[static_cast<std::size_t>(d)] = PyLong_AsLongLong(PyTuple_GET_ITEM(stride.ptr(), d));
+  }
+  view->data = PyLong_AsVoidPtr(address.ptr());
+  if (PyErr_Occurred()) FailNotDense(name);  // symbolic sizes
+}
+
+DLDataType ToDLPack(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return {kDLBfloat, 16, 1};
+    case DType::kFloat16:
+      return {kDLFloat, 16, 1};
+    case DType::kInt32:
+      return {kDLInt, 32, 1};
+    case DType::kInt64:
+      return {kDLInt, 64, 1};
+    case DType::kFloat32:
+      break;
+  }
+  return {kDLFloat, 32, 1};
+}
+
+/// Dense strides for view->shape in the order of view->stride: the dimension with the smallest stride stays innermost. Expanded
+/// dimensions (stride 0) become the outermost ones, equal strides fall back to row-major order.
+void MakeDense(TensorView* view) {
+  const auto key = [view](std::size_t dim) {
+    return view->stride[dim] == 0 ? std::numeric_limits<std::int64_t>::max() : view->stride[dim];
+  };
+  std::array<std::size_t, 3> dims = {0, 1, 2};
+  const auto end = dims.begin() + view->rank;
+  std::reverse(dims.begin(), end);
+  std::stable_sort(dims.begin(), end, [&](std::size_t x, std::size_t y) { return key(x) < key(y); });
+  std::int64_t stride = 1;
+  for (auto dim = dims.begin(); dim != end; ++dim) {
+    view->stride[*dim] = stride;
+    stride *= std::max<std::int64_t>(view->shape[*dim], 1);
+  }
+}
+
+std::int64_t Elements(const TensorView& view) {
+  return std::accumulate(view.shape.begin(), view.shape.begin() + view.rank, std::int64_t{1}, std::multiplies<>());
+}
+
+}  // namespace
+
+void LoadTorch() { Torch::Get(); }
+
+std::string ArgumentName::ToString() const {
+  return adapter < 0 ? base : "lora[" + std::to_string(adapter) + "]." + base;
+}
+
+TensorView ViewOf(py::handle object, const ArgumentName& name, const char* expected_types) {
+  CheckTensor(object, name);
+  const Torch& torch = Torch::Get();
+  const py::object dtype = Attribute(object, torch.dtype);
+  const auto known = std::find_if(torch.dtypes.begin(), torch.dtypes.end(), [&](const auto& d) { return d.first.is(dtype); });
+  if (known == torch.dtypes.end()) {
+    throw std::invalid_argument(name.ToString() + " is " + Text(dtype) + "; expected " + expected_types);
+  }
+  TensorView view;
+  view.dtype = known->second;
+  ReadGeometry(object, name, &view);
+  return view;
+}
+
+void* BytesOf(py::handle object, const ArgumentName& name, std::int64_t bytes) {
+  CheckTensor(object, name);
+  TensorView view;
+  ReadGeometry(object, name, &view);
+  const bool is_bytes = Attribute(object, Torch::Get().dtype).is(Torch::Get().uint8);
+  if (!is_bytes || view.rank != 1 || view.shape[0] != bytes || (view.stride[0] != 1 && bytes > 1)) {
+    throw std::invalid_argument(name.ToString() + " is " + Text(object.attr("dtype")) + " of shape " +
+                                std::string(py::str(py::list(object.attr("shape")))) + "; expected contiguous torch.uint8 of shape [" +
+                                std::to_string(bytes) + "], as forward gave for these arguments");
+  }
+  return view.data;
+}
+
+/// The DLPack tensor and what its pointers point to.
+struct OutputTensor::Managed {
+  DLManagedTensor tensor;
+  std::array<std::int64_t, 3> shape;
+  std::array<std::int64_t, 3> stride;
+  std::int64_t bytes;
+
+  static void Free(DLManagedTensor* tensor) {
+    auto* self = static_cast<Managed*>(tensor->manager_ctx);
+    Arena::Default().Release(self->tensor.dl_tensor.data, self->bytes);
+    delete self;
+  }
+};
+
+void OutputTensor::Deleter::operator()(Managed* managed) const { Managed::Free(&managed->tensor); }
+
+OutputTensor::OutputTensor(const TensorView& layout, std::int64_t element_bytes) : view_(layout) {
+  auto managed = std::make_unique<Managed>();
+  managed->shape = layout.shape;
+  managed->stride = layout.stride;
+  managed->bytes = Elements(layout) * element_bytes;
+  managed->tensor.dl_tensor = {Arena::Default().Allocate(managed->bytes), {kDLCPU, 0}, layout.rank, ToDLPack(layout.dtype),
+                               managed->shape.data(), managed->stride.data(), 0};
+  managed->tensor.manager_ctx = managed.get();
+  managed->tensor.deleter = &Managed::Free;
+  view_.data = managed->tensor.dl_tensor.data;
+  managed_.reset(managed.release());
+}
+
+OutputTensor OutputTensor::Like(const TensorView& like) {
+  TensorView layout = like;
+  MakeDense(&layout);
+  return OutputTensor(layout, SizeOf(layout.dtype));
+}
+
+OutputTensor OutputTensor::Contiguous(DType dtype, std::int64_t rows, std::int64_t columns) {
+  return OutputTensor({nullptr, dtype, 2, {rows, columns, 0}, {columns, 1, 0}}, SizeOf(dtype));
+}
+
+OutputTensor OutputTensor::Bytes(std::int64_t bytes) {
+  OutputTensor tensor({nullptr, DType::kFloat32, 1, {bytes, 0, 0}, {1, 0, 0}}, 1);
+  tensor.managed_->tensor.dl_tensor.dtype = {kDLUInt, 8, 1};
+  return tensor;
+}
+
+void* OutputTensor::data() const { return managed_->tensor.dl_tensor.data; }
+
+py::object OutputTensor::ToTorch() {
+  if (!defined()) return py::none();
+  // PyTorch renames the capsule when it takes the tensor over; one that still has its name was not taken.
+  PyObject* capsule = PyCapsule_New(&managed_->tensor, "dltensor", [](PyObject* self) {
+    if (!PyCapsule_IsValid(self, "dltensor")) return;
+    auto* tensor = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
+    tensor->deleter(tensor);
+  });
+  if (capsule == nullptr) throw py::error_already_set();
+  managed_.release();
+  return Torch::Get().from_dlpack(py::reinterpret_steal<py::object>(capsule));
+}
+
+}  // namespace moesaic::bindings
