@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 namespace moesaic::threadpool {
@@ -31,7 +32,7 @@ class TaskGraph {
   std::int64_t size() const;
 
  private:
-  friend class Pool;
+  friend class Job;
   struct Node {
     TaskFunction function;
     void* context;

@@ -1,0 +1,256 @@
+#include "threadpool/executor.h"
+
+#include <algorithm>
+
+namespace moesaic::threadpool {
+namespace {
+
+// A wake-up costs the waker about a microsecond and the sleeper five to fifty: nobody wakes more than two at a time, and
+// whoever was woken and sees more work wakes two more, so that n sleepers are up after log2(n) wake-ups.
+constexpr std::int64_t kWakesAtOnce = 2;
+
+}  // namespace
+
+thread_local const WorkerFrame* WorkerFrame::current_ = nullptr;
+
+int WorkerFrame::WorkerOf(const void* pool) {
+  for (const WorkerFrame* frame = current_; frame != nullptr; frame = frame->outer_) {
+    if (frame->pool_ == pool) return frame->worker_;
+  }
+  return -1;
+}
+
+Executor::Executor(const void* pool, int lanes, bool yield) : pool_(pool), yield_(yield), lanes_(lanes), nodes_(lanes) {}
+
+void Executor::Start(bool helpers_stay) {
+  helpers_stay_ = helpers_stay;
+  const std::int64_t roots = job_.num_roots();
+  // Several indices of a range at once: fewer trips to the shared counter; at most 1/16 of a lane's share, for balance.
+  chunk_ = job_.is_range() ? std::clamp<std::int64_t>(roots / (16 * lanes()), 1, 64) : 1;
+
+  const std::int64_t used = overflow_end_.load(std::memory_order_relaxed);
+  const std::int64_t needed = job_.size() - roots;
+  if (needed > Deque::kCapacity && overflow_capacity_ < needed) {
+    overflow_ = std::make_unique<std::atomic<TaskId>[]>(needed);
+    overflow_capacity_ = needed;
+    for (std::int64_t i = 0; i < needed; ++i) overflow_[i].store(Deque::kNone, std::memory_order_relaxed);
+  } else {
+    for (std::int64_t i = 0; i < used; ++i) overflow_[i].store(Deque::kNone, std::memory_order_relaxed);
+  }
+  overflow_end_.store(0, std::memory_order_relaxed);
+  overflow_begin_.store(0, std::memory_order_relaxed);
+
+  remaining_.store(job_.size(), std::memory_order_relaxed);
+  end_root_.store(0, std::memory_order_relaxed);
+  next_root_.store(0, std::memory_order_relaxed);
+  end_root_.store(roots, std::memory_order_seq_cst);
+}
+
+void Executor::OpenToHelpers() {
+  open_.store(1, std::memory_order_seq_cst);
+  WakeFor(0, job_.num_roots() - 1);
+}
+
+void Executor::CloseToHelpers() {
+  open_.store(0, std::memory_order_seq_cst);
+  for (std::size_t i = 1; i < lanes_.size(); ++i) {
+    std::atomic<std::uint32_t>& inside = lanes_[i].inside;
+    Spin spin(yield_);
+    while (inside.load(std::memory_order_seq_cst) != 0) {
+      if (spin.Once()) continue;
+      std::uint32_t expected = 1;
+      inside.compare_exchange_strong(expected, 2, std::memory_order_seq_cst);
+      if (expected != 0) FutexWait(inside, 2);
+    }
+  }
+}
+
+void Executor::RunUntilDone(int lane, int worker) {
+  Spin spin(yield_);
+  for (;;) {
+    Work(lane, worker);
+    if (Done()) return;
+    num_searching_.fetch_add(1, std::memory_order_seq_cst);
+    spin.Restart();
+    while (!Done() && !HasWork()) {
+      if (spin.Once()) continue;
+      num_searching_.fetch_sub(1, std::memory_order_seq_cst);
+      Park(lane, [this] { return Done() || HasWork(); });
+      num_searching_.fetch_add(1, std::memory_order_seq_cst);
+      spin.Restart();
+    }
+    num_searching_.fetch_sub(1, std::memory_order_seq_cst);
+  }
+}
+
+bool Executor::WaitForWork(int lane) {
+  const auto stopped = [this] { return stop_.load(std::memory_order_seq_cst); };
+  num_searching_.fetch_add(1, std::memory_order_seq_cst);
+  Spin spin(yield_);
+  while (!stopped() && !(open_.load(std::memory_order_acquire) != 0 && HasWork())) {
+    if (spin.Once()) continue;
+    num_searching_.fetch_sub(1, std::memory_order_seq_cst);
+    Park(lane, [&] { return stopped() || HasWork(); });
+    num_searching_.fetch_add(1, std::memory_order_seq_cst);
+    spin.Restart();
+  }
+  num_searching_.fetch_sub(1, std::memory_order_seq_cst);
+  return !stopped();
+}
+
+void Executor::Help(int lane) {
+  std::atomic<std::uint32_t>& inside = lanes_[lane].inside;
+  // Announce, then look: CloseToHelpers() closes, then looks. One of the two sees the other.
+  inside.store(1, std::memory_order_seq_cst);
+  if (open_.load(std::memory_order_seq_cst) != 0) {
+    WakeFor(lane, end_root_.load(std::memory_order_relaxed) - next_root_.load(std::memory_order_relaxed) - 1);
+    Work(lane, lane);
+  }
+  if (inside.exchange(0, std::memory_order_seq_cst) == 2) FutexWake(inside, 1);
+}
+
+void Executor::Stop() {
+  stop_.store(true, std::memory_order_seq_cst);
+  for (int lane = 0; lane < lanes(); ++lane) Unpark(lane);
+}
+
+void Executor::Work(int index, int worker) {
+  const WorkerFrame frame(pool_, worker);
+  Lane& lane = lanes_[index];
+  if (job_.is_range()) {
+    const std::int64_t end = job_.size();
+    while (next_root_.load(std::memory_order_relaxed) < end) {
+      const std::int64_t begin = next_root_.fetch_add(chunk_, std::memory_order_seq_cst);
+      if (begin >= end) break;
+      const std::int64_t chunk_end = std::min(begin + chunk_, end);
+      job_.CallRange(begin, chunk_end, worker);
+      lane.ended += chunk_end - begin;
+    }
+    ReportEnded(lane);
+    return;
+  }
+  for (TaskId task; (task = NextTask(index)) != Deque::kNone;) {
+    while (task != Deque::kNone) task = Execute(index, task, worker);
+  }
+}
+
+TaskId Executor::NextTask(int index) {
+  Lane& lane = lanes_[index];
+  TaskId task = lane.deque.Pop();
+  if (task != Deque::kNone) return task;
+  const std::int64_t roots = job_.num_roots();
+  if (next_root_.load(std::memory_order_relaxed) < roots) {
+    const std::int64_t i = next_root_.fetch_add(1, std::memory_order_seq_cst);
+    if (i < roots) return job_.root(i);
+  }
+  task = PopOverflow();
+  if (task != Deque::kNone) return task;
+  ReportEnded(lane);
+  return Steal(index);
+}
+
+TaskId Executor::Steal(int index) {
+  Lane& lane = lanes_[index];
+  const int count = lanes();
+  const int node = nodes_[index].load(std::memory_order_relaxed);
+  // Start somewhere else each time, so that thieves do not queue up at one victim.
+  lane.victim = lane.victim * 1664525u + 1013904223u + static_cast<std::uint32_t>(index);
+  const int start = static_cast<int>((lane.victim >> 8) % static_cast<std::uint32_t>(count));
+  for (const bool near : {true, false}) {
+    for (int k = 0; k < count; ++k) {
+      const int victim = start + k < count ? start + k : start + k - count;
+      if (victim == index || (nodes_[victim].load(std::memory_order_relaxed) == node) != near) continue;
+      const TaskId task = lanes_[victim].deque.Steal();
+      if (task == Deque::kNone) continue;
+      if (!lanes_[victim].deque.empty()) WakeFor(index, 1);
+      return task;
+    }
+  }
+  return Deque::kNone;
+}
+
+TaskId Executor::Execute(int index, TaskId task, int worker) {
+  Lane& lane = lanes_[index];
+  job_.Call(task, worker);
+  ++lane.ended;
+  TaskId next = Deque::kNone;
+  std::int64_t pushed = 0;
+  job_.End(task, [&](TaskId successor) {
+    if (next == Deque::kNone) {
+      next = successor;
+    } else {
+      Push(lane, successor);
+      ++pushed;
+    }
+  });
+  if (pushed != 0) WakeFor(index, pushed);
+  return next;
+}
+
+void Executor::Push(Lane& lane, TaskId task) {
+  if (lane.deque.Push(task)) return;
+  const std::int64_t slot = overflow_end_.fetch_add(1, std::memory_order_seq_cst);
+  overflow_[slot].store(task, std::memory_order_release);
+}
+
+TaskId Executor::PopOverflow() {
+  std::int64_t begin = overflow_begin_.load(std::memory_order_relaxed);
+  while (begin < overflow_end_.load(std::memory_order_acquire)) {
+    const TaskId task = overflow_[begin].load(std::memory_order_acquire);
+    if (task == Deque::kNone) break;  // its slot is taken but not yet written
+    if (overflow_begin_.compare_exchange_weak(begin, begin + 1, std::memory_order_seq_cst)) return task;
+  }
+  return Deque::kNone;
+}
+
+// The count of all tasks is shared by all lanes: each adds up its own and hands them in when it runs out of work.
+void Executor::ReportEnded(Lane& lane) {
+  if (lane.ended == 0) return;
+  const std::int64_t ended = lane.ended;
+  lane.ended = 0;
+  if (remaining_.fetch_sub(ended, std::memory_order_seq_cst) != ended) return;
+  const int waiting = helpers_stay_ ? lanes() : 1;
+  for (int i = 0; i < waiting; ++i) Unpark(i);
+}
+
+// Whoever adds work first publishes it and then looks for sleepers; a lane first announces that it sleeps and then looks for
+// work. All four are sequentially consistent, so that no work is left lying with everyone asleep.
+bool Executor::HasWork() const {
+  if (next_root_.load(std::memory_order_seq_cst) < end_root_.load(std::memory_order_seq_cst)) return true;
+  if (overflow_begin_.load(std::memory_order_seq_cst) < overflow_end_.load(std::memory_order_seq_cst)) return true;
+  return std::any_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return !lane.deque.empty(); });
+}
+
+template <typename Ready>
+void Executor::Park(int index, Ready ready) {
+  std::atomic<std::uint32_t>& parked = lanes_[index].parked;
+  num_parked_.fetch_add(1, std::memory_order_seq_cst);  // first: it never counts fewer than there are
+  parked.store(1, std::memory_order_seq_cst);
+  if (ready()) {
+    if (parked.exchange(0, std::memory_order_seq_cst) == 1) num_parked_.fetch_sub(1, std::memory_order_relaxed);
+    return;
+  }
+  while (parked.load(std::memory_order_acquire) == 1) FutexWait(parked, 1);
+}
+
+bool Executor::Unpark(int index) {
+  std::atomic<std::uint32_t>& parked = lanes_[index].parked;
+  std::uint32_t expected = 1;
+  if (parked.load(std::memory_order_seq_cst) != 1) return false;
+  if (!parked.compare_exchange_strong(expected, 0, std::memory_order_seq_cst)) return false;
+  num_parked_.fetch_sub(1, std::memory_order_relaxed);
+  FutexWake(parked, 1);
+  return true;
+}
+
+// Wakes sleepers for `tasks` new tasks, less the lanes that are looking for work already: those either find it or look again
+// before they sleep.
+void Executor::WakeFor(int lane, std::int64_t tasks) {
+  if (num_parked_.load(std::memory_order_seq_cst) == 0) return;
+  std::int64_t wakes = std::min(tasks - num_searching_.load(std::memory_order_seq_cst), kWakesAtOnce);
+  for (int k = 1; k < lanes() && wakes > 0; ++k) {
+    if (Unpark((lane + k) % lanes())) --wakes;  // neighbours are near: lanes are ordered by core
+  }
+}
+
+}  // namespace moesaic::threadpool

@@ -1,0 +1,119 @@
+// Who executes a job: the lanes (one for each worker), how they share the tasks, and how they wait.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "threadpool/deque.h"
+#include "threadpool/futex.h"
+#include "threadpool/job.h"
+
+namespace moesaic::threadpool {
+
+/// Marks the calling thread as executing tasks of a pool, so that a Run() inside a task is recognised. Frames nest: a task of
+/// one pool may call another pool.
+class WorkerFrame {
+ public:
+  WorkerFrame(const void* pool, int worker) : pool_(pool), worker_(worker), outer_(current_) { current_ = this; }
+  ~WorkerFrame() { current_ = outer_; }
+  WorkerFrame(const WorkerFrame&) = delete;
+  WorkerFrame& operator=(const WorkerFrame&) = delete;
+
+  /// The worker of `pool` that this thread is, or -1.
+  static int WorkerOf(const void* pool);
+
+ private:
+  const void* pool_;
+  int worker_;
+  const WorkerFrame* outer_;
+  static thread_local const WorkerFrame* current_;
+};
+
+/// A lane looks for work in this order: the successor that its last task made ready, its own deque (newest first), the tasks
+/// without predecessors (in order of addition), the overflow of full deques, the deques of lanes on its NUMA node, all others.
+///
+/// Two ways to take part in a run:
+/// - RunUntilDone(): the caller (lane 0), and every thread of an OpenMP region. Returns when all tasks have ended.
+/// - WaitForWork() and Help(): own threads, which come and go. A run does not wait for a helper that sleeps: one that comes
+///   late finds the run closed. So a small job costs no wake-up.
+class Executor {
+ public:
+  /// @param pool   whose workers these are: the identity in WorkerFrame
+  /// @param lanes  how many workers, at least 1
+  /// @param yield  there are more lanes than cores: waiting lanes give their core away
+  Executor(const void* pool, int lanes, bool yield);
+
+  int lanes() const { return static_cast<int>(lanes_.size()); }
+  Job& job() { return job_; }
+
+  /// Makes the prepared job visible. `helpers_stay`: every lane calls RunUntilDone() and must be woken at the end.
+  void Start(bool helpers_stay);
+  /// Lets helpers in, and wakes the first of them.
+  void OpenToHelpers();
+  /// Keeps helpers out and waits until the last one has left. After it, the next job may be prepared.
+  void CloseToHelpers();
+
+  /// Executes tasks until all have ended. `worker` is what the tasks are told, normally `lane`.
+  void RunUntilDone(int lane, int worker);
+
+  /// Spins for a moment, then sleeps, until there may be work; false once Stop() was called.
+  bool WaitForWork(int lane);
+  /// Executes tasks of the open run until none can be found.
+  void Help(int lane);
+  /// Ends WaitForWork() on every lane.
+  void Stop();
+
+  /// Tells on which NUMA node a lane runs. Any thread; only speed depends on it.
+  void SetNode(int lane, int node) { nodes_[lane].store(node, std::memory_order_relaxed); }
+
+ private:
+  struct alignas(64) Lane {
+    Deque deque;
+    // Read and written by others: 1 while the lane sleeps; 1 while a helper is inside the run (2: and the closer sleeps).
+    alignas(64) std::atomic<std::uint32_t> parked{0};
+    std::atomic<std::uint32_t> inside{0};
+    // The lane's own.
+    alignas(64) std::int64_t ended = 0;
+    std::uint32_t victim = 0;
+  };
+
+  void Work(int lane, int worker);
+  TaskId NextTask(int lane);
+  TaskId Steal(int lane);
+  TaskId Execute(int lane, TaskId task, int worker);
+  void Push(Lane& lane, TaskId task);
+  TaskId PopOverflow();
+  void ReportEnded(Lane& lane);
+  bool Done() const { return remaining_.load(std::memory_order_seq_cst) == 0; }
+  bool HasWork() const;
+
+  template <typename Ready>
+  void Park(int lane, Ready ready);
+  bool Unpark(int lane);
+  void WakeFor(int lane, std::int64_t tasks);
+
+  const void* const pool_;
+  const bool yield_;
+  std::vector<Lane> lanes_;
+  std::vector<std::atomic<int>> nodes_;
+  // Written between runs only.
+  Job job_;
+  std::int64_t chunk_ = 1;
+  bool helpers_stay_ = false;
+  std::unique_ptr<std::atomic<TaskId>[]> overflow_;  // each task is pushed at most once, so that this is never full
+  std::int64_t overflow_capacity_ = 0;
+
+  alignas(64) std::atomic<std::int64_t> next_root_{0};
+  alignas(64) std::atomic<std::int64_t> end_root_{0};
+  std::atomic<std::uint32_t> open_{0};
+  std::atomic<bool> stop_{false};
+  alignas(64) std::atomic<std::int64_t> remaining_{0};
+  alignas(64) std::atomic<std::int64_t> overflow_begin_{0};
+  std::atomic<std::int64_t> overflow_end_{0};
+  alignas(64) std::atomic<int> num_parked_{0};
+  std::atomic<int> num_searching_{0};
+};
+
+}  // namespace moesaic::threadpool
