@@ -78,8 +78,8 @@ std::span<const PhaseInfo, kNumPhases> PhaseTable();
 
 inline const PhaseInfo& Info(Phase phase) { return PhaseTable()[static_cast<std::size_t>(phase)]; }
 
-/// The range of a phase: its name, in the category that its parent names ("layer" for the roots). The first call registers all of
-/// them, in the order of the table. Thread safe.
+/// The range of a phase: its name, in the category that its parent names ("layer" for the roots). The first call registers all
+/// of them, in the order of the table. Thread safe.
 profiling::RangeId RangeOf(Phase phase);
 
 /// Opens the range of a phase on the calling thread until the end of the scope.

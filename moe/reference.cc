@@ -146,7 +146,8 @@ ExpertForward ForwardExpert(const ReferenceWeights& weights, const ReferenceInpu
   const std::int64_t rows = static_cast<std::int64_t>(f.slots.size());
   f.x = Matrix(rows, inputs.hidden.shape[1]);
   for (std::int64_t i = 0; i < rows; ++i) {
-    for (std::int64_t h = 0; h < f.x.cols; ++h) f.x(i, h) = LoadFloat(inputs.hidden, f.slots[static_cast<std::size_t>(i)].token, h);
+    for (std::int64_t h = 0; h < f.x.cols; ++h)
+      f.x(i, h) = LoadFloat(inputs.hidden, f.slots[static_cast<std::size_t>(i)].token, h);
   }
   f.gate_up = Project(f.x, f.gate_up_weight, f.gate_up_terms);
   f.z = Matrix(rows, intermediate);

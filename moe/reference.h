@@ -1,7 +1,7 @@
 // A plain, slow, readable forward and backward of the experts of one layer: what every faster path is compared with.
 //
-// Everything is computed in double from the tensors as they are (nothing is rounded to bf16), one expert after the other, on the
-// calling thread. Results are contiguous, row-major doubles, so that a comparison loses nothing in them. Formulas: layer.h.
+// Everything is computed in double from the tensors as they are (nothing is rounded to bf16), one expert after the other, on
+// the calling thread. Results are contiguous, row-major doubles, so that a comparison loses nothing in them. Formulas: layer.h.
 #pragma once
 
 #include <cstdint>

@@ -96,7 +96,8 @@ void CheckOutput(const std::string& name, const TensorView& view, std::initializ
   CheckTensor(name, view, dims, types);
   for (std::size_t d = 0; d < static_cast<std::size_t>(view.rank); ++d) {
     if (view.stride[d] == 0 && view.shape[d] > 1) {
-      Fail(name, " is written and has stride 0 along dimension ", d, " of size ", view.shape[d], "; expected distinct elements");
+      Fail(name, " is written and has stride 0 along dimension ", d, " of size ", view.shape[d],
+           "; expected distinct elements");
     }
   }
 }

@@ -1,9 +1,9 @@
 // Validation of everything that enters a layer, once, at its public boundary.
 //
 // Every function throws std::invalid_argument that names the argument, what came and what was expected, as in
-// "top_k_ids[3, 1] is 99; expected -1 or 0..64", and reads nothing but shapes, types, ids and the saved routing. Arguments carry
-// the names that Python callers know: hidden, top_k_ids, top_k_weights, lora[0].gate_up.a, gate_up_proj, down_proj. NaN and Inf
-// in data are no error: they propagate.
+// "top_k_ids[3, 1] is 99; expected -1 or 0..64", and reads nothing but shapes, types, ids and the saved routing. Arguments
+// carry the names that Python callers know: hidden, top_k_ids, top_k_weights, lora[0].gate_up.a, gate_up_proj, down_proj. NaN
+// and Inf in data are no error: they propagate.
 #pragma once
 
 #include "moe/config.h"
