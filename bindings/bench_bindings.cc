@@ -9,6 +9,7 @@
 
 #include "profiling/bench/ceiling.h"
 #include "threadpool/pool.h"
+#include "threadpool/topology.h"
 
 namespace py = pybind11;
 
@@ -38,10 +39,44 @@ py::list ComputeProbeRows() {
   return rows;
 }
 
+py::dict CacheToDict(const threadpool::Topology::Cache& cache) {
+  py::dict row;
+  row["bytes"] = cache.bytes;
+  row["pus"] = cache.pus;
+  return row;
+}
+
+py::dict TopologyToDict() {
+  const threadpool::Topology& topology = threadpool::Topology::Host();
+  py::list nodes;
+  for (const threadpool::Topology::NumaNode& node : topology.nodes) {
+    py::dict row;
+    row["os_index"] = node.os_index;
+    row["package"] = node.package;
+    row["memory_bytes"] = node.memory_bytes;
+    row["pus"] = node.pus;
+    nodes.append(row);
+  }
+  py::dict result;
+  result["is_host"] = topology.is_host;
+  result["packages"] = topology.packages;
+  result["cores"] = topology.cores;
+  result["pus"] = topology.pus.size();
+  result["nodes"] = nodes;
+  result["l1d"] = CacheToDict(topology.l1d);
+  result["l2"] = CacheToDict(topology.l2);
+  result["l3"] = CacheToDict(topology.l3);
+  result["affinity"] = topology.affinity;
+  result["cpu_quota"] = topology.cpu_quota;
+  result["usable_cores"] = topology.UsableCores();
+  return result;
+}
+
 }  // namespace
 
 void RegisterBench(py::module_& module) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
+  module.def("topology", &TopologyToDict, "The machine as threadpool/topology.h describes it.");
   module.def("last_level_cache_bytes", &bench::LastLevelCacheBytes, "Bytes of all last-level caches together; 0: unknown.");
   module.def("compute_probes", &ComputeProbeRows, "Every compute probe, best first: isa, instruction, available.");
   module.def(

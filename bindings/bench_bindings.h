@@ -1,11 +1,11 @@
-// The ceiling probes of profiling/bench, as functions of the module.
+// The ceiling probes of profiling/bench and the machine's topology, as functions of the module.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace moesaic::bindings {
 
-/// Adds compute_probes, measure_compute, ReadProbe and last_level_cache_bytes to the module.
+/// Adds topology, compute_probes, measure_compute, ReadProbe and last_level_cache_bytes to the module.
 void RegisterBench(pybind11::module_& module);
 
 }  // namespace moesaic::bindings

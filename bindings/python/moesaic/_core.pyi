@@ -81,3 +81,48 @@ def reset_timers() -> None: ...
 def timers_snapshot() -> list[RangeStats]: ...
 def memory_stats() -> MemoryStats: ...
 def trim_memory() -> int: ...
+
+class Cache(TypedDict):
+    bytes: int
+    pus: int
+
+class NumaNode(TypedDict):
+    os_index: int
+    package: int
+    memory_bytes: int
+    pus: int
+
+class Topology(TypedDict):
+    is_host: bool
+    packages: int
+    cores: int
+    pus: int
+    nodes: list[NumaNode]
+    l1d: Cache
+    l2: Cache
+    l3: Cache
+    affinity: list[int]
+    cpu_quota: float
+    usable_cores: int
+
+class ComputeProbe(TypedDict):
+    isa: str
+    instruction: str
+    available: bool
+
+class ReadProbe:
+    """Streaming reads of a buffer larger than the caches, on 1 thread or on all of the pool."""
+
+    def __init__(self, threads: int, bytes: int = 0) -> None: ...
+    def measure(self, seconds: float) -> float:
+        """GB/s."""
+
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def method(self) -> str: ...
+
+def topology() -> Topology: ...
+def last_level_cache_bytes() -> int: ...
+def compute_probes() -> list[ComputeProbe]: ...
+def measure_compute(isa: str, threads: int, seconds: float) -> float: ...

@@ -1,0 +1,64 @@
+"""The command `moesaic`.
+
+Every command exits 0 when what it says holds, 1 when a check failed or something could not be had, 2 on wrong usage. With
+`--json` stdout carries one JSON document and nothing else; what else is to be said goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from moesaic.commands import bench, doctor
+from moesaic.commands.output import CommandError, UsageError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the whole usage is what --help is for."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; each command sets `run`, a function of the parsed arguments."""
+    parser = _Parser(prog="moesaic", description="Train the experts of mixture-of-experts models on CPUs.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    doctor.add_parser(commands)
+    bench.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    Args:
+        argv: arguments without the program's name; None: those of the process.
+    """
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as stop:  # argparse's way of ending after --help and on wrong usage
+        return stop.code if isinstance(stop.code, int) else 2
+
+    import moesaic  # after parsing: wrong usage should not have to wait for torch
+
+    try:
+        code: int = args.run(args)
+        return code
+    except UsageError as error:
+        print(f"moesaic: {error}", file=sys.stderr)
+        return 2
+    except (CommandError, moesaic.UnsupportedHostError) as error:
+        print(f"moesaic: {error}", file=sys.stderr)
+        return 1
+    except MemoryError as error:
+        print(f"moesaic: not enough memory: {error or 'an allocation failed'}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
