@@ -51,8 +51,8 @@ struct LoraArguments {
 
   LoraArguments(const py::tuple& tensors, const py::tuple& layout) {
     if (tensors.size() != 2 * layout.size()) {
-      throw std::invalid_argument("lora has " + std::to_string(tensors.size()) + " tensors for " + std::to_string(layout.size()) +
-                                  " pairs; expected two for each");
+      throw std::invalid_argument("lora has " + std::to_string(tensors.size()) + " tensors for " +
+                                  std::to_string(layout.size()) + " pairs; expected two for each");
     }
     places.reserve(layout.size());
     for (std::size_t n = 0; n < layout.size(); ++n) {
@@ -64,7 +64,8 @@ struct LoraArguments {
       moe::LoraPair& pair = adapters[adapter].*field.pair;
       const auto index = static_cast<std::int64_t>(adapter);
       pair.a = ViewOf(PyTuple_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(2 * n)), {field.a_name, index}, kActivationTypes);
-      pair.b = ViewOf(PyTuple_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(2 * n + 1)), {field.b_name, index}, kActivationTypes);
+      pair.b =
+          ViewOf(PyTuple_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(2 * n + 1)), {field.b_name, index}, kActivationTypes);
       pair.scale = entry[2].cast<float>();
     }
   }
@@ -77,9 +78,9 @@ struct StateLayout {
 
   explicit StateLayout(const moe::SavedSizes& sizes) : bytes(0) {
     const auto size_of_low = static_cast<std::int64_t>(sizeof(BFloat16));
-    const std::array<std::int64_t, 5> parts = {sizes.routing * static_cast<std::int64_t>(sizeof(std::int32_t)), sizes.gate * size_of_low,
-                                               sizes.up * size_of_low, sizes.gate_up_low * size_of_low,
-                                               sizes.down_low * size_of_low};
+    const std::array<std::int64_t, 5> parts = {sizes.routing * static_cast<std::int64_t>(sizeof(std::int32_t)),
+                                               sizes.gate * size_of_low, sizes.up * size_of_low,
+                                               sizes.gate_up_low * size_of_low, sizes.down_low * size_of_low};
     for (std::size_t n = 0; n < parts.size(); ++n) {
       offsets[n] = bytes;
       bytes += (parts[n] + kAlignment - 1) / kAlignment * kAlignment;
@@ -103,8 +104,8 @@ bool HasSlots(const TensorView& hidden, const TensorView& top_k) {
 moe::LayerConfig ConfigOf(const std::string& weight_format, const TensorView& gate_up, const TensorView& down) {
   if (weight_format != "bf16") throw std::invalid_argument("weight_format is \"" + weight_format + "\"; expected \"bf16\"");
   if (gate_up.rank != 3 || down.rank != 3) {
-    throw std::invalid_argument("gate_up_proj and down_proj have " + std::to_string(gate_up.rank) + " and " + std::to_string(down.rank) +
-                                " dimensions; expected shapes [E, 2I, H] and [E, H, I]");
+    throw std::invalid_argument("gate_up_proj and down_proj have " + std::to_string(gate_up.rank) + " and " +
+                                std::to_string(down.rank) + " dimensions; expected shapes [E, 2I, H] and [E, H, I]");
   }
   return {gate_up.shape[0], gate_up.shape[2], down.shape[2], moe::WeightFormat::kBFloat16};
 }
@@ -150,8 +151,9 @@ class Layer {
   }
 
   /// @param needs  truth values for hidden, top_k_weights and each of lora_tensors
-  py::tuple Backward(const py::object& state, const py::object& hidden, const py::object& weights, const py::tuple& lora_tensors,
-                     const py::tuple& lora_layout, const py::object& d_out, const py::tuple& needs) const {
+  py::tuple Backward(const py::object& state, const py::object& hidden, const py::object& weights,
+                     const py::tuple& lora_tensors, const py::tuple& lora_layout, const py::object& d_out,
+                     const py::tuple& needs) const {
     moe::BackwardArgs args;
     args.hidden = ViewOf(hidden, {"hidden"}, kActivationTypes);
     args.weights = ViewOf(weights, {"top_k_weights"}, kActivationTypes);
@@ -162,7 +164,9 @@ class Layer {
       throw std::invalid_argument("needs has " + std::to_string(needs.size()) + " values; expected " +
                                   std::to_string(2 + lora_tensors.size()));
     }
-    const auto needed = [&needs](std::size_t n) { return PyObject_IsTrue(PyTuple_GET_ITEM(needs.ptr(), static_cast<Py_ssize_t>(n))) == 1; };
+    const auto needed = [&needs](std::size_t n) {
+      return PyObject_IsTrue(PyTuple_GET_ITEM(needs.ptr(), static_cast<Py_ssize_t>(n))) == 1;
+    };
 
     moe::SavedState saved;
     OutputTensor aligned_state;
@@ -223,10 +227,10 @@ void BindLayer(py::module_& module) {
       .def_property_readonly("hidden_size", [](const Layer& self) { return self.layer().config().hidden_size; })
       .def_property_readonly("intermediate_size", [](const Layer& self) { return self.layer().config().intermediate_size; })
       .def_property_readonly("weight_bytes", [](const Layer& self) { return self.layer().weight_bytes(); })
-      .def("forward", &Layer::Forward, arg("hidden"), arg("top_k_ids"), arg("top_k_weights"), arg("lora_tensors"), arg("lora_layout"),
-           arg("save"))
-      .def("backward", &Layer::Backward, arg("state"), arg("hidden"), arg("top_k_weights"), arg("lora_tensors"), arg("lora_layout"),
-           arg("d_out"), arg("needs"))
+      .def("forward", &Layer::Forward, arg("hidden"), arg("top_k_ids"), arg("top_k_weights"), arg("lora_tensors"),
+           arg("lora_layout"), arg("save"))
+      .def("backward", &Layer::Backward, arg("state"), arg("hidden"), arg("top_k_weights"), arg("lora_tensors"),
+           arg("lora_layout"), arg("d_out"), arg("needs"))
       .def("unpack", &Layer::Unpack, arg("gate_up_proj"), arg("down_proj"));
 }
 

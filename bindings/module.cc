@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "bindings/arena.h"
+#include "bindings/bench_bindings.h"
 #include "bindings/layer_module.h"
 #include "bindings/tensor.h"
 #include "cpu_kernels/isa.h"
@@ -20,7 +21,8 @@ namespace py = pybind11;
 namespace moesaic::bindings {
 namespace {
 
-/// Beside PyTorch the workers are the process's OpenMP team: two sets of threads on the same cores would spin against each other.
+/// Beside PyTorch the workers are the process's OpenMP team: two sets of threads on the same cores would spin against each
+/// other.
 threadpool::ThreadSource SourceFromEnvironment() {
   const char* value = std::getenv("MOESAIC_THREAD_SOURCE");
   const std::string_view source = value == nullptr ? "" : value;
@@ -63,15 +65,18 @@ py::list ToList(const Rows& rows, ToDict to_dict) {
 
 void BindThreads(py::module_& module) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
-  module.def("set_num_threads", [](int n) { threadpool::Pool::Default().SetNumThreads(n); }, py::arg("n"), unlocked);
-  module.def("get_num_threads", [] { return threadpool::Pool::Default().num_threads(); }, unlocked);
+  module.def(
+      "set_num_threads", [](int n) { threadpool::Pool::Default().SetNumThreads(n); }, py::arg("n"), unlocked);
+  module.def(
+      "get_num_threads", [] { return threadpool::Pool::Default().num_threads(); }, unlocked);
   module.def(
       "set_thread_source",
       [](const std::string& source) {
         if (source != "own" && source != "openmp") {
           throw std::invalid_argument("source is \"" + source + "\"; expected \"openmp\" or \"own\"");
         }
-        threadpool::Pool::Default().SetSource(source == "own" ? threadpool::ThreadSource::kOwn : threadpool::ThreadSource::kOpenMp);
+        threadpool::Pool::Default().SetSource(source == "own" ? threadpool::ThreadSource::kOwn
+                                                              : threadpool::ThreadSource::kOpenMp);
       },
       py::arg("source"), unlocked);
   module.def("get_thread_source",
@@ -81,8 +86,9 @@ void BindThreads(py::module_& module) {
 void BindHost(py::module_& module) {
   module.def("isa", [] { return ChosenIsa(); });
   module.def("isa_tiers", [] { return ToList(IsaTiers(), TierToDict); });
-  module.def("verify_isa", [](const std::string& name) { return VerifyIsa(name); }, py::arg("name"),
-             py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "verify_isa", [](const std::string& name) { return VerifyIsa(name); }, py::arg("name"),
+      py::call_guard<py::gil_scoped_release>());
   module.def("cpu_name", [] { return CpuName(); });
 }
 
@@ -105,7 +111,8 @@ void BindMemory(py::module_& module) {
     row["reused"] = stats.reused;
     return row;
   });
-  module.def("trim_memory", [] { return Arena::Default().Trim(); }, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "trim_memory", [] { return Arena::Default().Trim(); }, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace
@@ -113,8 +120,8 @@ void BindMemory(py::module_& module) {
 
 PYBIND11_MODULE(_core, module) {
   namespace bindings = moesaic::bindings;
-  py::register_exception<moesaic::UnsupportedHostError>(module, "UnsupportedHostError", PyExc_RuntimeError)
-      .attr("__module__") = "moesaic";
+  py::register_exception<moesaic::UnsupportedHostError>(module, "UnsupportedHostError", PyExc_RuntimeError).attr("__module__") =
+      "moesaic";
   bindings::LoadTorch();
   moesaic::threadpool::Pool::Default().SetSource(bindings::SourceFromEnvironment());
   bindings::BindThreads(module);
@@ -122,4 +129,5 @@ PYBIND11_MODULE(_core, module) {
   bindings::BindProfiling(module);
   bindings::BindMemory(module);
   bindings::BindLayer(module);
+  bindings::RegisterBench(module);
 }

@@ -145,9 +145,7 @@ std::int64_t Elements(const TensorView& view) {
 
 void LoadTorch() { Torch::Get(); }
 
-std::string ArgumentName::ToString() const {
-  return adapter < 0 ? base : "lora[" + std::to_string(adapter) + "]." + base;
-}
+std::string ArgumentName::ToString() const { return adapter < 0 ? base : "lora[" + std::to_string(adapter) + "]." + base; }
 
 TensorView ViewOf(py::handle object, const ArgumentName& name, const char* expected_types) {
   CheckTensor(object, name);
@@ -170,8 +168,9 @@ void* BytesOf(py::handle object, const ArgumentName& name, std::int64_t bytes) {
   const bool is_bytes = Attribute(object, Torch::Get().dtype).is(Torch::Get().uint8);
   if (!is_bytes || view.rank != 1 || view.shape[0] != bytes || (view.stride[0] != 1 && bytes > 1)) {
     throw std::invalid_argument(name.ToString() + " is " + Text(object.attr("dtype")) + " of shape " +
-                                std::string(py::str(py::list(object.attr("shape")))) + "; expected contiguous torch.uint8 of shape [" +
-                                std::to_string(bytes) + "], as forward gave for these arguments");
+                                std::string(py::str(py::list(object.attr("shape")))) +
+                                "; expected contiguous torch.uint8 of shape [" + std::to_string(bytes) +
+                                "], as forward gave for these arguments");
   }
   return view.data;
 }
@@ -197,8 +196,13 @@ OutputTensor::OutputTensor(const TensorView& layout, std::int64_t element_bytes)
   managed->shape = layout.shape;
   managed->stride = layout.stride;
   managed->bytes = Elements(layout) * element_bytes;
-  managed->tensor.dl_tensor = {Arena::Default().Allocate(managed->bytes), {kDLCPU, 0}, layout.rank, ToDLPack(layout.dtype),
-                               managed->shape.data(), managed->stride.data(), 0};
+  managed->tensor.dl_tensor = {Arena::Default().Allocate(managed->bytes),
+                               {kDLCPU, 0},
+                               layout.rank,
+                               ToDLPack(layout.dtype),
+                               managed->shape.data(),
+                               managed->stride.data(),
+                               0};
   managed->tensor.manager_ctx = managed.get();
   managed->tensor.deleter = &Managed::Free;
   view_.data = managed->tensor.dl_tensor.data;

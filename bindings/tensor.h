@@ -15,21 +15,21 @@
 
 namespace moesaic::bindings {
 
-/// Looks up what the functions below need of torch. Called once while the module is imported: a thread that initialised it later
-/// could wait for another that waits for the Python lock.
+/// Looks up what the functions below need of torch. Called once while the module is imported: a thread that initialised it
+/// later could wait for another that waits for the Python lock.
 void LoadTorch();
 
 /// The name of an argument in error messages: "lora[0].gate_up.a" is put together only when one is needed.
 struct ArgumentName {
-  const char* base;         ///< "hidden"; of a LoRA tensor: "gate_up.a"
+  const char* base;           ///< "hidden"; of a LoRA tensor: "gate_up.a"
   std::int64_t adapter = -1;  ///< index of the adapter, -1: none
 
   std::string ToString() const;
 };
 
 /// A view of a dense CPU tensor with one to three dimensions of one of the engine's types. Holds no reference.
-/// Throws pybind11::type_error where `object` is no torch.Tensor, std::invalid_argument on a wrong device, layout, type or number
-/// of dimensions.
+/// Throws pybind11::type_error where `object` is no torch.Tensor, std::invalid_argument on a wrong device, layout, type or
+/// number of dimensions.
 /// @param expected_types  for the message, "bfloat16 or float32"
 TensorView ViewOf(pybind11::handle object, const ArgumentName& name, const char* expected_types);
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -39,3 +39,57 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+class Tables:
+    """Tables on stdout: rich's where it is installed, plain columns otherwise."""
+
+    def __init__(self) -> None:
+        try:
+            from rich.console import Console
+        except ImportError:
+            self._console = None
+        else:
+            self._console = Console(highlight=False, soft_wrap=True)
+
+    def heading(self, text: str) -> None:
+        """A line that stands out."""
+        self.line(text, style="bold")
+
+    def line(self, text: str, style: str | None = None) -> None:
+        """One line; the style is rich's."""
+        if self._console is None:
+            print(text)
+        else:
+            self._console.print(text, style=style, markup=False)
+
+    def table(self, title: str, header: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> None:
+        """A titled table of text cells; without a header the first column names the rows."""
+        if self._console is None:
+            self._plain(title, header, rows)
+            return
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(
+            title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=header is not None, padding=(0, 1)
+        )
+        for i in range(len(header) if header is not None else 2):
+            table.add_column(header[i] if header is not None else "", overflow="fold", style="cyan" if i == 0 else None)
+        for row in rows:
+            table.add_row(*(Text(cell, style=_CELL_STYLES.get(cell, "")) for cell in row))
+        self._console.print(table)
+
+    @staticmethod
+    def _plain(title: str, header: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> None:
+        print(f"\n{title}")
+        lines = [list(row) for row in rows]
+        if header is not None:
+            lines.insert(0, list(header))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        for line in lines:
+            print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+_CELL_STYLES = {"yes": "green", "no": "dim", "-": "dim"}
