@@ -1,0 +1,54 @@
+#include "profiling/nvtx.h"
+
+#include <nvtx3/nvToolsExt.h>
+#include <cstdint>
+#include <map>
+#include <mutex>
+
+namespace moesaic::profiling::nvtx {
+
+struct Event {
+  nvtxEventAttributes_t attributes;
+};
+
+std::atomic<State> state{State::kUnknown};
+
+namespace {
+
+std::mutex mutex;                // guards what follows until `state` is published
+nvtxDomainHandle_t domain = {};  // written once, before `state` leaves kUnknown
+
+}  // namespace
+
+State FindTool() {
+  const std::lock_guard lock(mutex);
+  if (state.load(std::memory_order_relaxed) == State::kUnknown) {
+    // Without a tool every NVTX function returns at once, this one a null handle.
+    domain = nvtxDomainCreateA("moesaic");
+    state.store(domain != nullptr ? State::kTool : State::kNoTool, std::memory_order_release);
+  }
+  return state.load(std::memory_order_relaxed);
+}
+
+const Event* MakeEvent(const std::string& name, const std::string& category) {
+  static std::map<std::string, std::uint32_t>& categories = *new std::map<std::string, std::uint32_t>;
+  const std::lock_guard lock(mutex);
+  // Zero means "no category" to NVTX.
+  const auto [entry, is_new] = categories.try_emplace(category, static_cast<std::uint32_t>(categories.size() + 1));
+  if (is_new) {
+    nvtxDomainNameCategoryA(domain, entry->second, category.c_str());
+  }
+  auto* event = new Event{};
+  event->attributes.version = NVTX_VERSION;
+  event->attributes.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+  event->attributes.category = entry->second;
+  event->attributes.messageType = NVTX_MESSAGE_TYPE_REGISTERED;
+  event->attributes.message.registered = nvtxDomainRegisterStringA(domain, name.c_str());
+  return event;
+}
+
+void Push(const Event& event) { nvtxDomainRangePushEx(domain, &event.attributes); }
+
+void Pop() { nvtxDomainRangePop(domain); }
+
+}  // namespace moesaic::profiling::nvtx

@@ -1,0 +1,279 @@
+#include "profiling/range.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace moesaic::profiling {
+namespace {
+
+using std::chrono::milliseconds;
+
+RangeStats Find(const std::string& name) {
+  for (const RangeStats& stats : Snapshot()) {
+    if (stats.name == name) {
+      return stats;
+    }
+  }
+  throw std::out_of_range(name);
+}
+
+class RangeTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    Reset();
+    SetTimersEnabled(true);
+  }
+  void TearDown() override { SetTimersEnabled(false); }
+};
+
+void Spend(RangeId id, milliseconds duration) {
+  Range range(id);
+  std::this_thread::sleep_for(duration);
+}
+
+TEST_F(RangeTest, TheSameNameAndCategoryGiveTheSameId) {
+  const RangeId id = RegisterRange("twice", "a");
+  EXPECT_EQ(RegisterRange("twice", "a"), id);
+  EXPECT_NE(RegisterRange("twice", "b"), id);
+  EXPECT_NE(RegisterRange("once", "a"), id);
+}
+
+TEST_F(RangeTest, SnapshotListsEveryRangeInOrderOfRegistration) {
+  RegisterRange("order 1", "order");
+  RegisterRange("order 0", "order");
+  RegisterRange("order 2", "order");
+  RegisterRange("order 0", "order");
+  std::vector<std::string> names;
+  for (const RangeStats& stats : Snapshot()) {
+    if (stats.category == "order") {
+      names.push_back(stats.name);
+      EXPECT_EQ(stats.calls, 0);
+      EXPECT_EQ(stats.threads, 0);
+      EXPECT_EQ(stats.min_thread_ns, 0);
+      EXPECT_EQ(stats.span_ns, 0);
+    }
+  }
+  EXPECT_EQ(names, (std::vector<std::string>{"order 1", "order 0", "order 2"}));
+}
+
+TEST_F(RangeTest, CountsCallsTimeAndWork) {
+  const RangeId id = RegisterRange("counted", "test");
+  for (int i = 0; i < 3; ++i) {
+    Range range(id);
+    range.AddWork(10, 4);
+    range.AddWork(1, 1);
+    std::this_thread::sleep_for(milliseconds(2));
+  }
+  const RangeStats stats = Find("counted");
+  EXPECT_EQ(stats.category, "test");
+  EXPECT_EQ(stats.calls, 3);
+  EXPECT_EQ(stats.threads, 1);
+  EXPECT_GE(stats.thread_ns, 6'000'000);
+  EXPECT_EQ(stats.min_thread_ns, stats.thread_ns);
+  EXPECT_EQ(stats.max_thread_ns, stats.thread_ns);
+  EXPECT_GE(stats.span_ns, stats.thread_ns);
+  EXPECT_EQ(stats.flops, 33);
+  EXPECT_EQ(stats.bytes, 15);
+}
+
+TEST_F(RangeTest, OffCountsNothing) {
+  const RangeId id = RegisterRange("off", "test");
+  SetTimersEnabled(false);
+  {
+    Range range(id);
+    range.AddWork(1, 1);
+    SetTimersEnabled(true);  // opened without a start, so it has no length
+  }
+  EXPECT_EQ(Find("off").calls, 0);
+  EXPECT_EQ(Find("off").flops, 0);
+}
+
+TEST_F(RangeTest, NestedRangesEachCountTheirOwnTime) {
+  const RangeId outer = RegisterRange("outer", "test");
+  const RangeId inner = RegisterRange("inner", "test");
+  {
+    Range range(outer);
+    Spend(inner, milliseconds(2));
+    Spend(inner, milliseconds(2));
+  }
+  EXPECT_EQ(Find("outer").calls, 1);
+  EXPECT_EQ(Find("inner").calls, 2);
+  EXPECT_GE(Find("outer").thread_ns, Find("inner").thread_ns);
+  EXPECT_GE(Find("outer").span_ns, Find("inner").span_ns);
+}
+
+TEST_F(RangeTest, NestedInItselfSpansFromTheOuterOpening) {
+  const RangeId id = RegisterRange("recursive", "test");
+  {
+    Range range(id);
+    std::this_thread::sleep_for(milliseconds(2));
+    Range again(id);
+  }
+  const RangeStats stats = Find("recursive");
+  EXPECT_EQ(stats.calls, 2);
+  EXPECT_GE(stats.span_ns, 2'000'000);
+}
+
+TEST_F(RangeTest, AddsUpOverThreadsThatRunAndThatEnded) {
+  const RangeId id = RegisterRange("threads", "test");
+  std::thread short_one(Spend, id, milliseconds(1));
+  short_one.join();
+  std::atomic<bool> done = false, counted = false;
+  std::thread long_one([&] {
+    Spend(id, milliseconds(20));
+    Spend(id, milliseconds(20));
+    done = true;
+    while (!counted) {
+      std::this_thread::yield();
+    }
+  });
+  while (!done) {
+    std::this_thread::yield();
+  }
+  const RangeStats both = Find("threads");
+  counted = true;
+  long_one.join();
+  EXPECT_EQ(both.calls, 3);
+  EXPECT_EQ(both.threads, 2);
+  EXPECT_GE(both.max_thread_ns, 40'000'000);
+  EXPECT_EQ(both.min_thread_ns + both.max_thread_ns, both.thread_ns);
+  EXPECT_LT(both.min_thread_ns, both.max_thread_ns);
+
+  const RangeStats after = Find("threads");
+  EXPECT_EQ(after.calls, both.calls);
+  EXPECT_EQ(after.thread_ns, both.thread_ns);
+  EXPECT_EQ(after.span_ns, both.span_ns);
+  EXPECT_EQ(after.threads, both.threads);
+}
+
+TEST_F(RangeTest, ManyThreadsLoseNothing) {
+  const RangeId id = RegisterRange("many", "test");
+  constexpr int kThreads = 8, kCalls = 5000;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&] {
+      for (int call = 0; call < kCalls; ++call) {
+        Range range(id);
+        range.AddWork(1, 2);
+      }
+    });
+  }
+  for (int i = 0; i < 100; ++i) {
+    EXPECT_LE(Find("many").calls, kThreads * kCalls);  // while they run
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  const RangeStats stats = Find("many");
+  EXPECT_EQ(stats.calls, kThreads * kCalls);
+  EXPECT_EQ(stats.flops, kThreads * kCalls);
+  EXPECT_EQ(stats.bytes, 2.0 * kThreads * kCalls);
+  EXPECT_EQ(stats.threads, kThreads);
+}
+
+TEST_F(RangeTest, ResetStartsFromZeroOnEveryThread) {
+  const RangeId id = RegisterRange("reset", "test");
+  std::atomic<int> step = 0;
+  std::thread other([&] {
+    Spend(id, milliseconds(1));
+    step = 1;
+    while (step != 2) {
+      std::this_thread::yield();
+    }
+    Spend(id, milliseconds(1));
+  });
+  std::thread(Spend, id, milliseconds(1)).join();
+  while (step != 1) {
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(Find("reset").calls, 2);
+  Reset();
+  EXPECT_EQ(Find("reset").calls, 0);
+  EXPECT_EQ(Find("reset").thread_ns, 0);
+  step = 2;
+  other.join();
+  EXPECT_EQ(Find("reset").calls, 1);
+  EXPECT_EQ(Find("reset").threads, 1);
+}
+
+TEST_F(RangeTest, ARangeThatWasOpenAtAResetDoesNotCount) {
+  const RangeId id = RegisterRange("open", "test");
+  {
+    Range range(id);
+    Reset();
+    range.AddWork(1, 1);
+  }
+  EXPECT_EQ(Find("open").calls, 0);
+  EXPECT_EQ(Find("open").flops, 0);
+  Spend(id, milliseconds(0));
+  EXPECT_EQ(Find("open").calls, 1);
+}
+
+TEST_F(RangeTest, AChildOfForkGoesOnCounting) {
+  const RangeId id = RegisterRange("fork", "test");
+  Spend(id, milliseconds(0));
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    Spend(id, milliseconds(0));
+    RegisterRange("of the child", "test");
+    _exit(Find("fork").calls == 2 ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  EXPECT_EQ(Find("fork").calls, 1);
+}
+
+TEST_F(RangeTest, RegistrationIsLimitedAndSaysSo) {
+  const RangeId id = RegisterRange("before the limit", "test");
+  const pid_t child = fork();  // names stay for the life of a process
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    try {
+      for (int i = 0; i <= 4096; ++i) {
+        RegisterRange("limit " + std::to_string(i), "limit");
+      }
+      _exit(1);
+    } catch (const std::length_error&) {
+      Spend(id, milliseconds(0));  // what is registered goes on working
+      _exit(Find("before the limit").calls == 1 ? 0 : 2);
+    }
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
+}
+
+// Off, a range must be cheap enough to stay in every task: 100 ns would still be nothing beside a task of 50 us, and leaves
+// room for a slow, shared or instrumented host.
+TEST(RangeCost, OffIsCheap) {
+  const RangeId id = RegisterRange("cost", "test");
+  SetTimersEnabled(false);
+  constexpr int kCalls = 200'000;
+  double best_ns = 1e9;
+  for (int repetition = 0; repetition < 5; ++repetition) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < kCalls; ++i) {
+      Range range(id);
+    }
+    const std::chrono::duration<double, std::nano> elapsed = std::chrono::steady_clock::now() - start;
+    best_ns = std::min(best_ns, elapsed.count() / kCalls);
+  }
+  RecordProperty("ns", std::to_string(best_ns));
+  std::printf("a range costs %.1f ns with timers off\n", best_ns);
+  EXPECT_LT(best_ns, 100);
+}
+
+}  // namespace
+}  // namespace moesaic::profiling
