@@ -1,7 +1,8 @@
-"""Trains the expert layers of mixture-of-experts models on CPUs: frozen packed weights, LoRA adapters, forward and backward.
+"""Trains the expert layers of mixture-of-experts models on CPUs: frozen packed weights, LoRA adapters.
 
-``layer = ExpertsLayer(gate_up_proj, down_proj)`` packs one block of experts, ``moe_experts(hidden, ids, weights, layer, lora)``
-is the differentiable function, and ``moesaic.hf`` connects both to transformers and PEFT.
+``layer = ExpertsLayer(gate_up_proj, down_proj)`` packs one block of experts,
+``moe_experts(hidden, ids, weights, layer, lora)`` is the differentiable function, and ``moesaic.hf`` connects both to
+transformers and PEFT.
 """
 
 import os as _os

@@ -16,8 +16,11 @@ __all__ = ["moe_experts"]
 
 
 class _MoeExperts(torch.autograd.Function):
-    """Everything that backward needs goes through `save_for_backward`, the engine's own state too: so activation checkpointing
-    and hooks for saved tensors can drop it, move it, or bring it back as another tensor. Nothing else is kept between calls."""
+    """Everything that backward needs goes through `save_for_backward`, the engine's own state too.
+
+    So activation checkpointing and hooks for saved tensors can drop it, move it, or bring it back as another tensor.
+    Nothing else is kept between calls.
+    """
 
     @staticmethod
     def forward(
@@ -58,9 +61,9 @@ def moe_experts(
 ) -> torch.Tensor:
     """``out[t] = sum over j of top_k_weights[t, j] * expert[top_k_ids[t, j]](hidden[t])``, differentiable once.
 
-    Gradients reach `hidden`, `top_k_weights` and each LoRA tensor that requires one, in its own dtype and strides. Where
-    nothing requires a gradient, or under ``torch.no_grad()``, nothing is saved. Tensors on another device are copied to the
-    CPU, and the result back to the device of `hidden`.
+    Gradients reach `hidden`, `top_k_weights` and each LoRA tensor that requires one, in its own dtype and strides.
+    Where nothing requires a gradient, or under ``torch.no_grad()``, nothing is saved. Tensors on another device are
+    copied to the CPU, and the result back to the device of `hidden`.
 
     Args:
         hidden: ``[T, H]`` bf16 or fp32 (rounded to bf16 once).
@@ -87,7 +90,9 @@ def moe_experts(
     if torch.is_grad_enabled() and (
         cpu_hidden.requires_grad or cpu_weights.requires_grad or any(t.requires_grad for t in lora_tensors)
     ):
-        out = _MoeExperts.apply(core, lora_layout, cpu_hidden, cpu_ids, cpu_weights, *lora_tensors)
+        out = _MoeExperts.apply(  # type: ignore[no-untyped-call]
+            core, lora_layout, cpu_hidden, cpu_ids, cpu_weights, *lora_tensors
+        )
     else:
         out, _ = core.forward(cpu_hidden, cpu_ids, cpu_weights, lora_tensors, lora_layout, False)
     return out if hidden.is_cpu else out.to(hidden.device)

@@ -40,7 +40,7 @@ def lora_on_cpu(lora: Lora | Sequence[Lora] | None) -> tuple[tuple[torch.Tensor,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """What `ExpertsLayer.forward` leaves for `ExpertsLayer.backward`: tensors only, which may be dropped, moved or used again."""
+    """What `ExpertsLayer.forward` leaves for `ExpertsLayer.backward`: tensors, which may be dropped or used again."""
 
     state: torch.Tensor
     """The engine's own, one block of bytes: routing, G, U, and the low-rank products of LoRA."""
@@ -75,7 +75,7 @@ class ExpertsLayer:
         down_proj: ``[E, H, I]``, likewise. Both may be freed afterwards.
         weight_format: how the weights are stored: ``"bf16"``.
 
-    Forward and backward may be called from several threads at once; they are served in turn and release the Python lock.
+    Forward and backward may be called from several threads at once; they are served in turn, without the Python lock.
     A copy (``copy.deepcopy``) shares the weights; pickling unpacks them.
 
     Raises:

@@ -19,7 +19,7 @@ class LoraPair:
         b: ``[E, out, r]``, fp32 or bf16, any strides.
         scale: ``alpha / r``, or ``alpha / sqrt(r)`` for rsLoRA.
 
-    The tensors are read anew in every forward and backward. Shapes and dtypes are checked there, where the layer is known.
+    The tensors are read anew in every forward and backward. Shapes and dtypes are checked there.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -84,12 +84,12 @@ class LoraGrad:
 
 FIELDS = ("gate_up", "gate", "up", "down")
 
-#: One entry for each pair, ``(adapter, index in FIELDS, scale)``: what `flatten` takes out of the adapters besides tensors.
+#: One entry for each pair, ``(adapter, index in FIELDS, scale)``: what the adapters hold besides tensors.
 Layout = tuple[tuple[int, int, float], ...]
 
 
 def flatten(lora: Lora | Sequence[Lora] | None) -> tuple[tuple[torch.Tensor, ...], Layout]:
-    """Adapters as a flat tuple of tensors ``(a, b, a, b, ...)``, which autograd can see, and a layout that says what they are.
+    """Adapters as a flat tuple of tensors ``(a, b, a, b, ...)``, which autograd can see, and what each pair is.
 
     Raises:
         TypeError: `lora` is no Lora and no sequence of them.

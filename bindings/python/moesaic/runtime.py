@@ -59,8 +59,8 @@ def memory_stats() -> MemoryStats:
 def trim_memory() -> int:
     """Returns all memory that the arena keeps for reuse to the system.
 
-    It does so by itself for what is not used again: kept and used memory together stay below 1.25 times the most that was in
-    use at once lately, plus 64 MiB.
+    It does so by itself for what is not used again: kept and used memory together stay below 1.25 times the most that
+    was in use at once lately, plus 64 MiB.
 
     Returns:
         Bytes returned.
