@@ -3,124 +3,21 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
-#include <set>
-#include <string>
 #include <thread>
-#include <tuple>
+#include <utility>
+#include <vector>
 
-#include "cpu_kernels/isa.h"
-#include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tensor_access.h"
-#include "tests/moe/problem.h"
+#include "tests/moe/expect.h"
 
 namespace moesaic::moe {
 namespace {
 
 using threadpool::Pool;
 using threadpool::ThreadSource;
-
-/// Relative L2 error, of fp32 results, against the reference on inputs representable in bf16. Simulating the arithmetic (bf16
-/// operands, fp32 accumulation, G, U and the r-wide intermediates rounded once) gave at most 5e-3 over 60 random cases.
-constexpr double kTolerance = 5e-3;
-/// A result that is itself rounded to bf16 adds at most 2^-9 to the error of each element.
-constexpr double kToleranceBf16 = kTolerance + 0x1p-9;
-
-double Tolerance(const TensorView& view) { return view.dtype == DType::kBFloat16 ? kToleranceBf16 : kTolerance; }
-
-ExpertsLayer MakeLayer(const Problem& problem, Pool& pool) {
-  return ExpertsLayer(problem.config(), problem.gate_up.view(), problem.down.view(), pool);
-}
-
-void ExpectClose(const TensorView& tensor, const Matrix& reference, const char* name) {
-  EXPECT_LE(RelativeError(tensor, reference), Tolerance(tensor)) << name;
-}
-
-void ExpectClose(const Gradients& gradients, const ReferenceGradients& reference) {
-  ExpectClose(gradients.hidden.view(), reference.hidden, "d_hidden");
-  ExpectClose(gradients.top_k_weights.view(), reference.weights, "d_top_k_weights");
-  ASSERT_EQ(gradients.lora.size(), reference.lora.size());
-  for (std::size_t n = 0; n < reference.lora.size(); ++n) {
-    for (std::size_t p = 0; p < kPairs.size(); ++p) {
-      const PairTensors& pair = gradients.lora[n][p];
-      if (!pair.a.view().defined()) continue;
-      const ReferencePairGrad& expected = reference.lora[n].*kReferencePairs[p];
-      EXPECT_LE(RelativeError(pair.a.view(), expected.a), Tolerance(pair.a.view())) << "dA of " << n << "." << kPairNames[p];
-      EXPECT_LE(RelativeError(pair.b.view(), expected.b), Tolerance(pair.b.view())) << "dB of " << n << "." << kPairNames[p];
-    }
-  }
-}
-
-/// Runs forward and backward and compares everything with the reference.
-void ExpectMatchesReference(const ProblemSpec& spec, Pool& pool) {
-  SCOPED_TRACE(Describe(spec));
-  const Problem problem(spec);
-  const ExpertsLayer layer = MakeLayer(problem, pool);
-  const Saved saved(layer, problem);
-  const Tensor out = RunForward(layer, problem, pool, &saved);
-  ExpectClose(out.view(), ReferenceForward(problem.weights(), problem.inputs()), "out");
-  EXPECT_TRUE(RunForward(layer, problem, pool) == out) << "saving changed the output";
-  ExpectClose(RunBackward(layer, problem, pool, saved),
-              ReferenceBackward(problem.weights(), problem.inputs(), problem.d_out.view()));
-}
-
-/// Draws specs over the whole range of shapes, kept small enough for the reference: at most kMaxWork multiplications in a
-/// projection and kMaxWeights weights in one.
-class SpecGenerator {
- public:
-  explicit SpecGenerator(std::uint64_t seed) : random_(seed) {}
-
-  ProblemSpec Next() {
-    constexpr std::int64_t kMaxWork = 6'000'000;
-    constexpr std::int64_t kMaxWeights = 1'500'000;
-    ProblemSpec spec;
-    spec.seed = random_();
-    spec.tokens = Below(601);
-    spec.experts = 1 + LogBelow(64);
-    spec.top_k = std::min<std::int64_t>(spec.experts, 1 + Below(8));
-    spec.hidden = 32 + LogBelow(993);
-    spec.intermediate = 32 + LogBelow(993);
-    while (spec.experts * spec.hidden * spec.intermediate > kMaxWeights) {
-      std::int64_t& largest = spec.hidden > spec.intermediate ? spec.hidden : spec.intermediate;
-      (spec.experts > 8 ? spec.experts : largest) /= 2;
-    }
-    spec.top_k = std::min(spec.top_k, spec.experts);
-    while (spec.tokens * spec.top_k * spec.hidden * spec.intermediate > kMaxWork) spec.tokens /= 2;
-    spec.routing = Below(3) == 0 ? Routing::kSkewed : Routing::kUniform;
-    spec.skipped = Below(3) == 0 ? 0.2 : 0.0;
-    spec.duplicates = Below(4) == 0;
-    spec.activations = Below(2) == 0 ? DType::kFloat32 : DType::kBFloat16;
-    spec.ids = Below(2) == 0 ? DType::kInt64 : DType::kInt32;
-    for (std::int64_t n = Below(3); n > 0; --n) spec.adapters.push_back(NextAdapter());
-    return spec;
-  }
-
- private:
-  std::int64_t Below(std::int64_t n) { return static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(n)); }
-  /// In [0, n), small values more often.
-  std::int64_t LogBelow(std::int64_t n) {
-    const double u = static_cast<double>(random_() >> 11) * 0x1p-53;
-    return static_cast<std::int64_t>(std::exp(u * std::log(static_cast<double>(n) + 1.0))) - 1;
-  }
-
-  AdapterSpec NextAdapter() {
-    AdapterSpec adapter;
-    const auto rank = [this] { return 1 + LogBelow(64); };
-    const std::int64_t form = Below(4);
-    if (form == 0 || form == 3) adapter.gate_up = rank();
-    if (form == 1 || form == 3) adapter.gate = rank();
-    if (form == 1 || form == 2) adapter.up = rank();
-    if (form != 2 || Below(2) == 0) adapter.down = rank();
-    adapter.scale = Below(2) == 0 ? 2.0f : 0.25f;
-    adapter.dtype = Below(2) == 0 ? DType::kFloat32 : DType::kBFloat16;
-    adapter.peft_strides = Below(2) == 0;
-    return adapter;
-  }
-
-  std::mt19937_64 random_;
-};
 
 ProblemSpec MediumSpec() {
   ProblemSpec spec;
@@ -133,34 +30,6 @@ ProblemSpec MediumSpec() {
   spec.seed = 11;
   return spec;
 }
-
-/// Every tier of kernels, and a seed: 200 random layers on each tier that runs here.
-class RandomLayer : public testing::TestWithParam<std::tuple<std::string, std::uint64_t>> {};
-
-TEST_P(RandomLayer, MatchesReference) {
-  const auto& [tier, seed] = GetParam();
-  try {
-    ForceIsa(tier);
-  } catch (const UnsupportedHostError& error) {
-    GTEST_SKIP() << error.what();
-  }
-  Pool pool(2);
-  SpecGenerator generator(seed);
-  for (int i = 0; i < 50; ++i) ExpectMatchesReference(generator.Next(), pool);
-  ForceIsa("");
-}
-
-std::vector<std::string> TierNames() {
-  std::set<std::string> names;
-  for (const KernelTier* tier : KernelTiers()) names.insert(tier->name);
-  return {names.begin(), names.end()};
-}
-
-INSTANTIATE_TEST_SUITE_P(Tiers, RandomLayer,
-                         testing::Combine(testing::ValuesIn(TierNames()), testing::Range<std::uint64_t>(1, 5)),
-                         [](const auto& info) {
-                           return std::get<0>(info.param) + "_seed" + std::to_string(std::get<1>(info.param));
-                         });
 
 TEST(Layer, EveryFormOfAdapter) {
   Pool pool(2);

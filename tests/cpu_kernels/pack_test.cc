@@ -1,0 +1,194 @@
+// Matrices to tiles and back: by PackPanel and UnpackPanel for weights, by each tier's PackRows for activations.
+#include "cpu_kernels/gemm/pack.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+#include "cpu_kernels/float16.h"
+#include "cpu_kernels/tensor_access.h"
+#include "tests/cpu_kernels/tiles.h"
+
+namespace moesaic {
+namespace {
+
+std::string TierName(const testing::TestParamInfo<std::size_t>& info) { return TierLabel(info.param); }
+
+/// A strided matrix that owns its memory; gaps hold NaN.
+struct Strided {
+  std::vector<std::byte> bytes;
+  MatrixView view;
+
+  Strided(DType dtype, std::int64_t rows, std::int64_t columns, std::int64_t row_stride, std::int64_t column_stride)
+      : bytes(static_cast<std::size_t>(((rows - 1) * row_stride + (columns - 1) * column_stride + 1) * SizeOf(dtype)),
+              std::byte{0xff}),
+        view{bytes.data(), dtype, rows, columns, row_stride, column_stride} {}
+
+  TensorView tensor() const {
+    return {view.data, view.dtype, 2, {view.rows, view.columns, 0}, {view.row_stride, view.column_stride, 0}};
+  }
+};
+
+struct PackCase {
+  std::int64_t rows;
+  std::int64_t columns;
+  bool column_major;
+  std::int64_t gap;
+};
+
+TEST(Pack, PanelsHoldTheMatrixAndZerosAround) {
+  std::mt19937_64 random(1);
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const PackCase& c : {PackCase{1, 1, false, 0}, PackCase{16, 32, false, 0}, PackCase{37, 300, false, 5},
+                              PackCase{150, 70, true, 0}, PackCase{33, 33, true, 3}}) {
+      SCOPED_TRACE(testing::Message() << c.rows << " x " << c.columns << " type " << static_cast<int>(dtype));
+      const std::int64_t ld = (c.column_major ? c.rows : c.columns) + c.gap;
+      Strided source(dtype, c.rows, c.columns, c.column_major ? 1 : ld, c.column_major ? ld : 1);
+      const Dense values = RandomValues(c.rows, c.columns, random);
+      for (std::int64_t i = 0; i < c.rows; ++i) {
+        // A value in fp32 or fp16 that bf16 must round: ties go to even, by ToBFloat16.
+        for (std::int64_t j = 0; j < c.columns; ++j) StoreFloat(source.tensor(), i, j, 0, values(i, j) * 1.0078125f);
+      }
+      Tiles tiles(Order::kStored, c.rows, c.columns, true);
+      std::memset(tiles.matrix().data, 0xff, static_cast<std::size_t>(tiles.matrix().size()) * sizeof(BFloat16));
+      std::vector<float> scratch(static_cast<std::size_t>(16 * tiles.matrix().columns * 32));
+      for (std::int64_t p = 0; p < tiles.matrix().panels; ++p) PackPanel(source.view, p, tiles.matrix(), scratch.data());
+      for (std::int64_t i = 0; i < tiles.matrix().panels * 16; ++i) {
+        for (std::int64_t j = 0; j < tiles.matrix().columns * 32; ++j) {
+          const bool inside = i < c.rows && j < c.columns;
+          const float expected = inside ? ToFloat(ToBFloat16(LoadFloat(source.tensor(), i, j))) : 0.0f;
+          ASSERT_EQ(tiles.Get(i, j), expected) << i << ", " << j;
+        }
+      }
+
+      Strided back(dtype, c.rows, c.columns, source.view.row_stride, source.view.column_stride);
+      Strided expected_back = back;
+      expected_back.view.data = expected_back.bytes.data();
+      for (std::int64_t i = 0; i < c.rows; ++i) {
+        for (std::int64_t j = 0; j < c.columns; ++j) StoreFloat(expected_back.tensor(), i, j, 0, tiles.Get(i, j));
+      }
+      for (std::int64_t p = 0; p < tiles.matrix().panels; ++p) UnpackPanel(tiles.matrix(), p, back.view);
+      EXPECT_EQ(back.bytes, expected_back.bytes);
+    }
+  }
+}
+
+TEST(Pack, TransposedViewSwapsRowsAndColumns) {
+  float values[6] = {0, 1, 2, 3, 4, 5};
+  const MatrixView view{values, DType::kFloat32, 2, 3, 3, 1};
+  float block[6];
+  LoadBlock(view.Transposed(), 0, 3, 0, 2, block, 2);
+  EXPECT_EQ(std::vector<float>(block, block + 6), (std::vector<float>{0, 3, 1, 4, 2, 5}));
+}
+
+// Every fp16 number survives the way through fp32 and back, and numbers between two of them go to the nearest, ties to even.
+TEST(Float16, AllValues) {
+  for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const Float16 half{static_cast<std::uint16_t>(bits)};
+    const float value = ToFloat(half);
+    const std::uint32_t exponent = bits >> 10 & 0x1f;
+    const std::uint32_t fraction = bits & 0x3ff;
+    if (exponent == 0x1f && fraction != 0) {
+      EXPECT_TRUE(std::isnan(value));
+      EXPECT_TRUE(std::isnan(ToFloat(ToFloat16(value))));
+      continue;
+    }
+    double expected = exponent == 0x1f ? std::numeric_limits<double>::infinity()
+                                       : std::ldexp(exponent == 0 ? fraction : 1024 + fraction,
+                                                    static_cast<int>(std::max(exponent, 1u)) - 25);
+    if (bits & 0x8000) expected = -expected;
+    ASSERT_EQ(value, expected);
+    ASSERT_EQ(ToFloat16(value).bits, half.bits);
+    if ((bits & 0x7fff) >= 0x7bff) continue;  // beyond the largest number there is no next one to be halfway to
+    const float next = ToFloat(Float16{static_cast<std::uint16_t>(bits + 1)});
+    const float middle = (value + next) / 2.0f;
+    const std::uint16_t even = static_cast<std::uint16_t>(bits + (bits & 1));
+    ASSERT_EQ(ToFloat16(middle).bits, even) << bits;
+    ASSERT_EQ(ToFloat16(std::nextafter(middle, value)).bits, bits);
+    ASSERT_EQ(ToFloat16(std::nextafter(middle, next)).bits, bits + 1);
+  }
+  EXPECT_EQ(ToFloat16(65519.0f).bits, 0x7bff);
+  EXPECT_EQ(ToFloat16(65520.0f).bits, 0x7c00);
+  EXPECT_EQ(ToFloat16(-1e30f).bits, 0xfc00);
+}
+
+class PackRowsTest : public testing::TestWithParam<std::size_t> {
+ protected:
+  void SetUp() override {
+    tier_ = KernelTiers()[GetParam()];
+    if (!tier_->runs_here()) GTEST_SKIP() << tier_->name << " does not run on this host";
+  }
+  const KernelTier* tier_ = nullptr;
+};
+
+TEST_P(PackRowsTest, AllOrdersAndScales) {
+  std::mt19937_64 random(2);
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const auto& [count, columns] :
+         std::vector<std::pair<std::int64_t, std::int64_t>>{{1, 1}, {16, 32}, {17, 31}, {40, 100}, {5, 257}}) {
+      for (const int scales : {0, 1, 2, 3}) {
+        SCOPED_TRACE(testing::Message() << count << " x " << columns << " type " << static_cast<int>(dtype) << " scales "
+                                        << scales);
+        Strided source(dtype, count, columns, columns + 3, 1);
+        std::vector<const void*> rows;
+        Dense expected(RoundUp(count, 16), RoundUp(columns, 32));
+        std::vector<float> row_scale, column_scale;
+        std::normal_distribution<float> normal;
+        for (std::int64_t i = 0; i < count; ++i) row_scale.push_back(normal(random));
+        for (std::int64_t j = 0; j < columns; ++j) column_scale.push_back(normal(random));
+        for (std::int64_t i = 0; i < count; ++i) {
+          const bool missing = i % 7 == 3;
+          const char* row = static_cast<const char*>(source.view.data) + i * source.view.row_stride * SizeOf(dtype);
+          rows.push_back(missing ? nullptr : row);
+          for (std::int64_t j = 0; j < columns; ++j) {
+            StoreFloat(source.tensor(), i, j, 0, normal(random));
+            float value = missing ? 0.0f : LoadFloat(source.tensor(), i, j);
+            const float scale = ((scales & 1) != 0 ? row_scale[static_cast<std::size_t>(i)] : 1.0f) *
+                                ((scales & 2) != 0 ? column_scale[static_cast<std::size_t>(j)] : 1.0f);
+            expected(i, j) = ToFloat(ToBFloat16(value * scale));
+          }
+        }
+        Tiles stored(Order::kStored, count, columns, false);
+        Tiles operand(Order::kOperand, count, columns, false);
+        Tiles pairs(Order::kPairs, count, columns, false);
+        for (const Tiles* tiles : {&stored, &operand, &pairs}) {
+          std::memset(tiles->matrix().data, 0xff, static_cast<std::size_t>(tiles->matrix().size()) * sizeof(BFloat16));
+        }
+        PackRowsArgs args;
+        args.rows = rows.data();
+        args.dtype = dtype;
+        args.count = count;
+        args.columns = columns;
+        args.row_scale = (scales & 1) != 0 ? row_scale.data() : nullptr;
+        args.column_scale = (scales & 2) != 0 ? column_scale.data() : nullptr;
+        args.panels = stored.matrix().panels;
+        args.stored = stored.matrix();
+        args.operand = operand.matrix();
+        args.pairs = pairs.matrix();
+        // Two ranges of columns, as two tasks would do them.
+        args.tile_columns = stored.matrix().columns / 2;
+        tier_->pack_rows(args);
+        args.first_column = args.tile_columns;
+        args.tile_columns = stored.matrix().columns - args.first_column;
+        tier_->pack_rows(args);
+        for (std::int64_t i = 0; i < expected.rows; ++i) {
+          for (std::int64_t j = 0; j < expected.cols; ++j) {
+            // Scaled values may differ in the last bit of fp32 before they are rounded: (x * r) * c or x * (r * c).
+            const float tolerance = scales == 0 ? 0.0f : 0x1p-8f * std::fabs(expected(i, j));
+            ASSERT_NEAR(stored.Get(i, j), expected(i, j), tolerance) << i << ", " << j;
+            ASSERT_EQ(operand.Get(i, j), stored.Get(i, j)) << i << ", " << j;
+            ASSERT_EQ(pairs.Get(i, j), stored.Get(i, j)) << i << ", " << j;
+          }
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Tiers, PackRowsTest, testing::Range<std::size_t>(0, KernelTiers().size()), TierName);
+
+}  // namespace
+}  // namespace moesaic

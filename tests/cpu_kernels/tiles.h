@@ -1,0 +1,72 @@
+// Matrices of tiles for the kernel tests, laid out from the definition in gemm/tiles.h and not by the code under test.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu_kernels/aligned_buffer.h"
+#include "cpu_kernels/bfloat16.h"
+#include "cpu_kernels/gemm/tiles.h"
+#include "cpu_kernels/kernels.h"
+
+namespace moesaic {
+
+/// A row-major matrix of floats that bf16 represents exactly.
+struct Dense {
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::vector<float> values;
+
+  Dense() = default;
+  Dense(std::int64_t rows, std::int64_t cols) : rows(rows), cols(cols), values(static_cast<std::size_t>(rows * cols)) {}
+  float& operator()(std::int64_t i, std::int64_t j) { return values[static_cast<std::size_t>(i * cols + j)]; }
+  float operator()(std::int64_t i, std::int64_t j) const { return values[static_cast<std::size_t>(i * cols + j)]; }
+};
+
+/// Integers in [-4, 4]: sums of up to 2^20 products are exact in fp32, whatever the order.
+Dense RandomIntegers(std::int64_t rows, std::int64_t cols, std::mt19937_64& random);
+/// Roughly normal values, rounded to bf16.
+Dense RandomValues(std::int64_t rows, std::int64_t cols, std::mt19937_64& random);
+
+enum class Order { kStored, kOperand, kPairs };
+
+/// Where element (row, column) of a tile lies in it.
+std::int64_t PositionInTile(Order order, std::int64_t row, std::int64_t column);
+
+/// Memory with the value of every float and bf16 in it NaN, 64-byte aligned.
+class PoisonedBuffer {
+ public:
+  explicit PoisonedBuffer(std::int64_t bytes);
+  template <typename T>
+  T* As() const {
+    return static_cast<T*>(buffer_.data());
+  }
+
+ private:
+  AlignedBuffer buffer_;
+};
+
+/// A matrix of tiles and its memory. Starts as zeros.
+class Tiles {
+ public:
+  /// @param superblocks  as weights are laid out; else as activations are
+  Tiles(Order order, std::int64_t rows, std::int64_t cols, bool superblocks);
+  Tiles(Order order, const Dense& values, bool superblocks);
+
+  void Set(std::int64_t row, std::int64_t col, float value);
+  float Get(std::int64_t row, std::int64_t col) const;
+  const TileMatrix& matrix() const { return matrix_; }
+
+ private:
+  Order order_;
+  AlignedBuffer buffer_;
+  TileMatrix matrix_;
+};
+
+/// For gtest's parameter names: "portable_2" for the third entry of KernelTiers().
+std::string TierLabel(std::size_t index);
+
+}  // namespace moesaic
