@@ -1,7 +1,7 @@
 """The command `moesaic`.
 
-Every command exits 0 when what it says holds, 1 when a check failed or something could not be had, 2 on wrong usage. With
-`--json` stdout carries one JSON document and nothing else; what else is to be said goes to stderr.
+Every command exits 0 when what it says holds, 1 when a check failed or something could not be had, 2 on wrong usage.
+With `--json` stdout carries one JSON document and nothing else; what else is to be said goes to stderr.
 """
 
 from __future__ import annotations

@@ -12,19 +12,22 @@ SCHEMA = 1
 _MEASURE_SECONDS = 0.3
 
 _DESCRIPTION = """\
-Shows the CPU, each tier of instruction sets, the topology, the limits of this process, huge pages, versions, and whether the hook is
-registered with transformers. A tier is `supported` if the CPU has it, `permitted` if the system lets this process use it, `compiled`
-if this build holds its kernels, `chosen` if the engine uses it, `verified` if its kernel was run now and gave the right numbers.
-Exits 1 if anything that should work here does not."""
+Shows the CPU, each tier of instruction sets, the topology, the limits of this process, huge pages, versions, and
+whether the hook is registered with transformers. A tier is `supported` if the CPU has it, `permitted` if the system
+lets this process use it, `compiled` if this build holds its kernels, `chosen` if the engine uses it, `verified` if its
+kernel was run now and gave the right numbers. Exits 1 if anything that should work here does not."""
 
 
 def add_parser(commands: Any) -> None:
     """Adds the command to the subparsers of the command line."""
-    parser = commands.add_parser("doctor", help="what this host has, and whether the engine works here", description=_DESCRIPTION)
+    parser = commands.add_parser(
+        "doctor", help="what this host has, and whether the engine works here", description=_DESCRIPTION
+    )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="measure the compute ceiling of each tier and the read bandwidth, on one thread and on all (a few seconds, 1 GiB or more)",
+        help="measure the compute ceiling of each tier and the read bandwidth, on one thread and on all (a few seconds,"
+        " 1 GiB or more)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else there")
     parser.set_defaults(run=run)
@@ -57,9 +60,7 @@ def examine(*, measure: bool) -> dict[str, Any]:
         "schema": SCHEMA,
         "cpu": {"name": _core.cpu_name()},
         "isa": {"chosen": moesaic.isa(), "tiers": tiers},
-        "topology": {
-            key: topology[key] for key in ("is_host", "packages", "cores", "pus", "nodes", "l1d", "l2", "l3")
-        },
+        "topology": {key: topology[key] for key in ("is_host", "packages", "cores", "pus", "nodes", "l1d", "l2", "l3")},
         "limits": {
             "affinity": topology["affinity"],
             "cpu_quota": topology["cpu_quota"] or None,
@@ -189,7 +190,10 @@ def show(report: dict[str, Any]) -> None:
         None,
         [
             ["transparent", f"{pages['transparent'] or 'not there'} (defrag {pages['defrag'] or 'unknown'})"],
-            *([f"reserved, {format_bytes(row['bytes'])}", f"{row['total']}, {row['free']} free"] for row in pages["reserved"]),
+            *(
+                [f"reserved, {format_bytes(row['bytes'])}", f"{row['total']}, {row['free']} free"]
+                for row in pages["reserved"]
+            ),
         ],
     )
     hook = report["hook"]
@@ -214,7 +218,11 @@ def show(report: dict[str, Any]) -> None:
 def _show_ceiling(tables: Tables, ceiling: dict[str, Any]) -> None:
     one, all_threads = ceiling["threads"]
     rows = [
-        [probe["isa"], probe["instruction"], *([f"{rate:,.1f} GFLOP/s" for rate in probe["gflops"] or []] or ["-", "-"])]
+        [
+            probe["isa"],
+            probe["instruction"],
+            *([f"{rate:,.1f} GFLOP/s" for rate in probe["gflops"] or []] or ["-", "-"]),
+        ]
         for probe in ceiling["compute"]
     ]
     read = ceiling["read"]

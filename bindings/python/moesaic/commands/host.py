@@ -30,7 +30,8 @@ def _soft_limit(what: int) -> int | None:
 
 
 def available_memory() -> int:
-    """Bytes that this process can still take without swapping: MemAvailable, less where a control group or RLIMIT_AS allows less."""
+    """Bytes that this process can still take without swapping: MemAvailable, less where a control group or RLIMIT_AS
+    allows less."""
     fields = _meminfo()
     free = fields.get("MemAvailable", fields.get("MemFree", 0))
     for folder in _cgroup_folders():
@@ -92,7 +93,8 @@ def _meminfo() -> dict[str, int]:
 
 
 def huge_pages() -> dict[str, Any]:
-    """Transparent huge pages (mode and defragmentation, as the kernel names them; None: not there) and reserved ones by size."""
+    """Transparent huge pages (mode and defragmentation, as the kernel names them; None: not there) and reserved ones by
+    size."""
     reserved = []
     for folder in sorted(Path("/sys/kernel/mm/hugepages").glob("hugepages-*kB")):
         size = int(folder.name.removeprefix("hugepages-").removesuffix("kB")) * 1024
@@ -135,8 +137,9 @@ def hook() -> dict[str, Any]:
     if versions()["transformers"] is None:
         return {"registered": False, "reason": "transformers is not installed", "expected": False}
     try:
-        import moesaic.hf  # noqa: F401  registers it
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        import moesaic.hf  # noqa: F401  registers it
     except ImportError as error:
         return {"registered": False, "reason": f"{error}", "expected": True}
     registered = "moesaic" in ALL_EXPERTS_FUNCTIONS

@@ -9,7 +9,8 @@ import torch
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One experts layer and its adapter: E experts, hidden size H, intermediate size I, top-k, LoRA rank r (0: without)."""
+    """One experts layer and its adapter: E experts, hidden size H, intermediate size I, top-k, LoRA rank r (0:
+    without)."""
 
     experts: int
     hidden: int
@@ -62,8 +63,8 @@ PRESETS: dict[str, Preset] = {
 
 
 def flops(shape: LayerShape, tokens: int) -> Work:
-    """FLOP each way (a multiplication and an addition are two), frozen base weights: 6 T k H I, and for LoRA with one A for gate
-    and up 2 T k r (2 H + 3 I) forward, twice that backward."""
+    """FLOP each way (a multiplication and an addition are two), frozen base weights: 6 T k H I, and for LoRA with one A
+    for gate and up 2 T k r (2 H + 3 I) forward, twice that backward."""
     rows = tokens * shape.top_k
     base = 6 * rows * shape.hidden * shape.intermediate
     lora = 2 * rows * shape.lora_values_per_expert
@@ -71,12 +72,19 @@ def flops(shape: LayerShape, tokens: int) -> Work:
 
 
 def bytes_moved(
-    shape: LayerShape, tokens: int, *, experts_hit: int, weight_bytes: int, lora_itemsize: int, saved_bytes: int, itemsize: int
+    shape: LayerShape,
+    tokens: int,
+    *,
+    experts_hit: int,
+    weight_bytes: int,
+    lora_itemsize: int,
+    saved_bytes: int,
+    itemsize: int,
 ) -> Work:
     """Bytes that must cross the memory bus at least once.
 
-    Forward: packed weights and LoRA of the experts hit, saved state, X, out. Backward: the same weights and LoRA, saved state, the
-    LoRA gradients of all experts, dO, dX.
+    Forward: packed weights and LoRA of the experts hit, saved state, X, out. Backward: the same weights and LoRA, saved
+    state, the LoRA gradients of all experts, dO, dX.
 
     Args:
         experts_hit: experts with at least one row.
@@ -114,7 +122,9 @@ def parse_routing(text: str) -> Routing:
     raise ValueError(f"'{text}' is not uniform, zipf or concentrated:N")
 
 
-def route(routing: Routing, shape: LayerShape, tokens: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    routing: Routing, shape: LayerShape, tokens: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws k different experts for each token, and their weights.
 
     Returns:
@@ -134,7 +144,7 @@ def route(routing: Routing, shape: LayerShape, tokens: int, generator: torch.Gen
         log_popularity[routing.among :] = -torch.inf
     # Gumbel's trick: the k largest of log p + noise are k draws without replacement.
     uniform = torch.rand(tokens, shape.experts, generator=generator).clamp_(min=1e-20)
-    keys = log_popularity - torch.log(-torch.log(uniform).clamp_(min=1e-20))
+    keys = log_popularity - torch.log(torch.clamp(-torch.log(uniform), min=1e-20))
     ids = order[torch.topk(keys, shape.top_k, dim=1).indices]
     weights = torch.softmax(torch.randn(tokens, shape.top_k, generator=generator), dim=1)
     return ids, weights

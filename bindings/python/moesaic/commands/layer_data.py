@@ -8,16 +8,16 @@ import torch
 
 from moesaic.commands.layer_case import LayerShape, Routing, route
 
-# Elements between the windows of two neighbouring experts, see overlapping_weights(): a multiple of 64 bytes, and no multiple of any
-# usual row length, so that no two experts have a row in common at the same place.
+# Elements between the windows of two neighbouring experts, see overlapping_weights(): a multiple of 64 bytes, and no
+# multiple of any usual row length, so that no two experts have a row in common at the same place.
 _WINDOW_STEP = 4160
 
 
 def overlapping_weights(experts: int, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
     """Random bf16 weights [E, rows, columns] in the memory of little more than one expert.
 
-    Expert e is a window into one buffer, shifted by e steps: all experts differ, and packing them needs no second copy of the
-    layer (the packed one is full-sized). Values have variance 1 / columns.
+    Expert e is a window into one buffer, shifted by e steps: all experts differ, and packing them needs no second copy
+    of the layer (the packed one is full-sized). Values have variance 1 / columns.
     """
     buffer = torch.randn(rows * columns + (experts - 1) * _WINDOW_STEP, generator=generator, dtype=torch.bfloat16)
     buffer /= columns**0.5
@@ -33,7 +33,8 @@ class Weights:
 
 
 def make_weights(shape: LayerShape, generator: torch.Generator, *, full_copy: bool) -> Weights:
-    """Random weights. `full_copy`: each expert has memory of its own, as PyTorch needs it; otherwise see overlapping_weights()."""
+    """Random weights. `full_copy`: each expert has memory of its own, as PyTorch needs it; otherwise see
+    overlapping_weights()."""
     gate_up = overlapping_weights(shape.experts, 2 * shape.intermediate, shape.hidden, generator)
     down = overlapping_weights(shape.experts, shape.hidden, shape.intermediate, generator)
     if full_copy:
@@ -72,6 +73,7 @@ class Adapter:
     down: AdapterPair
 
     def parameters(self) -> list[torch.Tensor]:
+        """The four leaves: A and B of gate_up, A and B of down."""
         return [self.gate_up.a, self.gate_up.b, self.down.a, self.down.b]
 
 
@@ -90,8 +92,8 @@ def make_adapter(shape: LayerShape, generator: torch.Generator) -> Adapter | Non
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs of one call: hidden and d_out [T, H] bf16, ids [T, k] int64, router weights [T, k] fp32; hidden and the router weights
-    are leaves that require a gradient."""
+    """Inputs of one call: hidden and d_out [T, H] bf16, ids [T, k] int64, router weights [T, k] fp32; hidden and the
+    router weights are leaves that require a gradient."""
 
     hidden: torch.Tensor
     ids: torch.Tensor
@@ -100,10 +102,12 @@ class Batch:
 
     @property
     def tokens(self) -> int:
+        """T."""
         return self.hidden.shape[0]
 
     @property
     def experts_hit(self) -> int:
+        """Experts with at least one row."""
         return int(torch.unique(self.ids).numel())
 
 

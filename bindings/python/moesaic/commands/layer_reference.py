@@ -34,14 +34,16 @@ class LayerResult:
 
 def checked_tokens(shape: LayerShape, tokens: int) -> torch.Tensor:
     """Indices of the tokens to check: all that the budget allows, evenly spread."""
-    cost = 18 * shape.top_k * shape.hidden * shape.intermediate  # forward, and gradients of the operands of each product
+    cost = (
+        18 * shape.top_k * shape.hidden * shape.intermediate
+    )  # forward, and gradients of the operands of each product
     count = min(tokens, max(1, int(_FLOP_BUDGET // cost)))
     return torch.arange(count) * tokens // count
 
 
 def masked_gradient(batch: Batch, checked: torch.Tensor) -> torch.Tensor:
-    """The batch's d_out with zeros for tokens that are not checked: then all gradients, those of the adapter too, come from the
-    checked tokens alone."""
+    """The batch's d_out with zeros for tokens that are not checked: then all gradients, those of the adapter too, come
+    from the checked tokens alone."""
     d_out = torch.zeros_like(batch.d_out)
     d_out[checked] = batch.d_out[checked]
     return d_out
@@ -71,7 +73,9 @@ def reference(batch: Batch, weights: Weights, adapter: Adapter | None, checked: 
                 y = y + adapter.down.scale * (z @ pairs[1][0].t()) @ pairs[1][1].t()
             weighted = y * w[:, None]
         output.index_add_(0, rows, weighted.detach())
-        dx, dw, *d_pairs = torch.autograd.grad(weighted, [x, w, *(leaf for pair in pairs for leaf in pair)], d_out[rows])
+        dx, dw, *d_pairs = torch.autograd.grad(
+            weighted, [x, w, *(leaf for pair in pairs for leaf in pair)], d_out[rows]
+        )
         d_hidden.index_add_(0, rows, dx)
         d_router[rows, slots] += dw
         if adapter is not None:

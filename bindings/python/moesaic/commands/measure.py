@@ -40,7 +40,8 @@ class Ceiling:
 
 
 class CeilingProbe:
-    """Probes the ceilings on as many threads as the engine uses: on its own threads, so nothing else may run on them meanwhile."""
+    """Probes the ceilings on as many threads as the engine uses: on its own threads, so nothing else may run on them
+    meanwhile."""
 
     def __init__(self, isa: str, threads: int) -> None:
         """
@@ -54,13 +55,15 @@ class CeilingProbe:
         self._read = _core.ReadProbe(threads)
 
     def measure(self) -> Ceiling:
+        """Probes both, in some 70 ms."""
         compute = _core.measure_compute(self._isa, self._threads, _COMPUTE_SECONDS)
         return Ceiling(compute, self._read.measure(_READ_SECONDS))
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """One forward and backward of the engine, and the ceilings before and after it. backward_ms is None where it was not run."""
+    """One forward and backward of the engine, and the ceilings before and after it. backward_ms is None where it was
+    not run."""
 
     forward_ms: float
     backward_ms: float | None
@@ -74,8 +77,10 @@ class Repetition:
         )
 
     def ceiling(self) -> Ceiling:
+        """The mean of both probes."""
         return Ceiling(
-            (self.before.compute_gflops + self.after.compute_gflops) / 2, (self.before.read_gbps + self.after.read_gbps) / 2
+            (self.before.compute_gflops + self.after.compute_gflops) / 2,
+            (self.before.read_gbps + self.after.read_gbps) / 2,
         )
 
 
@@ -83,13 +88,14 @@ def median_ceiling(repetitions: Sequence[Repetition]) -> Ceiling:
     """The medians over all probes of all repetitions."""
     probes = [probe for repetition in repetitions for probe in (repetition.before, repetition.after)]
     return Ceiling(
-        statistics.median(probe.compute_gflops for probe in probes), statistics.median(probe.read_gbps for probe in probes)
+        statistics.median(probe.compute_gflops for probe in probes),
+        statistics.median(probe.read_gbps for probe in probes),
     )
 
 
 def fraction_of_limit(repetitions: Sequence[Repetition], flops: Work, bytes_moved: Work) -> dict[str, float | None]:
-    """Median over the steady repetitions of limit / time, each limit from its own probes; None where no repetition was steady or
-    backward was not run."""
+    """Median over the steady repetitions of limit / time, each limit from its own probes; None where no repetition was
+    steady or backward was not run."""
     forward, backward = [], []
     for repetition in repetitions:
         if not repetition.steady():

@@ -50,7 +50,7 @@ class Tables:
         except ImportError:
             self._console = None
         else:
-            self._console = Console(highlight=False, soft_wrap=True)
+            self._console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
 
     def heading(self, text: str) -> None:
         """A line that stands out."""
@@ -73,10 +73,16 @@ class Tables:
         from rich.text import Text
 
         table = Table(
-            title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=header is not None, padding=(0, 1)
+            title=title,
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            show_header=header is not None,
+            padding=(0, 1),
         )
         for i in range(len(header) if header is not None else 2):
-            table.add_column(header[i] if header is not None else "", overflow="fold", style="cyan" if i == 0 else None)
+            title = header[i] if header is not None else ""
+            table.add_column(title, overflow="fold", style="cyan" if i == 0 else None)
         for row in rows:
             table.add_row(*(Text(cell, style=_CELL_STYLES.get(cell, "")) for cell in row))
         self._console.print(table)
@@ -92,4 +98,5 @@ class Tables:
             print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
+_PIPED_WIDTH = 120
 _CELL_STYLES = {"yes": "green", "no": "dim", "-": "dim"}

@@ -1,8 +1,8 @@
 """What a user would run without moesaic: experts in plain PyTorch, each in its own best way.
 
-Both follow transformers' implementations ("eager" and "grouped_mm"), with LoRA as two narrow products beside each base product;
-PEFT itself materialises W + B A for every expert, which is slower by far. Adapters are rounded to bf16 once a call, like autocast
-does; router weights are taken as bf16, as Qwen's models give them.
+Both follow transformers' implementations ("eager" and "grouped_mm"), with LoRA as two narrow products beside each base
+product; PEFT itself materialises W + B A for every expert, which is slower by far. Adapters are rounded to bf16 once a
+call, like autocast does; router weights are taken as bf16, as Qwen's models give them.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _grouped_mm_operator() -> Callable[..., torch.Tensor] | None:
 
 
 def _rounded(pair: AdapterPair) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [E, r, in], times the scale, and B [E, out, r] as contiguous bf16, the rank padded with zeros to whole 16 bytes, which
-    grouped_mm wants of every row."""
+    """A [E, r, in], times the scale, and B [E, out, r] as contiguous bf16, the rank padded with zeros to whole 16
+    bytes, which grouped_mm wants of every row."""
     a, b = pair.views()
     a, b = a * pair.scale, b
     padding = -a.shape[1] % 8

@@ -1,0 +1,261 @@
+"""`moesaic bench`: measures, and holds what it measured against the limits of the host and against what else there
+is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from moesaic.commands.output import Tables, UsageError, format_bytes, print_json, stdout_for_json
+
+if TYPE_CHECKING:
+    from moesaic.commands.layer_bench import Plan
+
+WEIGHT_FORMATS = ("bf16",)
+
+_DEFAULT_RANK = 16
+_DEFAULT_TOKENS = 128
+_DEFAULT_WARMUP = 3
+_DEFAULT_REPS = 10
+
+_LAYER_DESCRIPTION = """\
+Times forward and backward of one experts layer with a LoRA adapter (fp32, PEFT's layout: one A for gate and up), bf16
+hidden states, through moesaic.moe_experts and autograd. limit: the larger of flops / compute ceiling and bytes / read
+bandwidth; both ceilings are probed before and after each repetition on the same threads, and a repetition whose probes
+differ by more than 10% does not count for the fraction of the limit. Engine and peers take turns; ratio: the peer's
+median over moesaic's. first call: forward and backward, before any warm-up. Exits 1 if --verify finds a wrong
+number."""
+
+_VERIFY_HELP = """\
+before timing, compare output and the gradients of hidden states, router weights and adapter with an fp32 reference on
+operands rounded to bf16, as relative L2 errors; large layers on evenly spread tokens (the gradient of the others is set
+to zero, so that the adapter's gradient is compared whole). Bounds: 5e-3, peers 3e-2"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    parser = commands.add_parser("bench", help="measure the engine", description="Measures the engine.")
+    benches = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
+    layer = benches.add_parser("layer", help="one experts layer, forward and backward", description=_LAYER_DESCRIPTION)
+    _add_layer_options(layer)
+    layer.set_defaults(run=run_layer)
+
+
+def _add_layer_options(parser: argparse.ArgumentParser) -> None:
+    shape = parser.add_argument_group("layer")
+    shape.add_argument(
+        "--preset", metavar="NAME", help="a known layer; options beside it override its values (a wrong name lists all)"
+    )
+    shape.add_argument("--experts", type=_positive, metavar="E")
+    shape.add_argument("--hidden", type=_positive, metavar="H")
+    shape.add_argument("--intermediate", type=_positive, metavar="I")
+    shape.add_argument("--top-k", type=_positive, metavar="K")
+    shape.add_argument("--rank", type=_rank, metavar="R", help=f"0: without LoRA (default {_DEFAULT_RANK})")
+    shape.add_argument("--weight-format", choices=WEIGHT_FORMATS, default="bf16", metavar="F", help="bf16 (default)")
+    batch = parser.add_argument_group("batch")
+    batch.add_argument(
+        "--tokens", type=_tokens, metavar="T[,T...]", help=f"one case for each number (default {_DEFAULT_TOKENS})"
+    )
+    batch.add_argument(
+        "--routing", default="uniform", metavar="uniform|zipf|concentrated:N", help="how tokens choose experts"
+    )
+    batch.add_argument("--save", choices=("yes", "no"), default="yes", help="no: forward alone, under no_grad")
+    batch.add_argument(
+        "--seed", type=_non_negative, default=0, metavar="S", help="of weights, inputs and routing (default 0)"
+    )
+    how = parser.add_argument_group("measurement")
+    how.add_argument("--threads", type=_positive, metavar="N", help="default: as the engine chooses")
+    how.add_argument(
+        "--warmup", type=_non_negative, metavar="W", help=f"calls before timing (default {_DEFAULT_WARMUP})"
+    )
+    how.add_argument("--reps", type=_positive, metavar="R", help=f"timed repetitions (default {_DEFAULT_REPS})")
+    how.add_argument(
+        "--peers",
+        metavar="NAME[,NAME...]",
+        default="",
+        help="torch (both of the following), torch_loop, torch_grouped_mm",
+    )
+    how.add_argument("--verify", action="store_true", help=_VERIFY_HELP)
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else there")
+
+
+def run_layer(args: argparse.Namespace) -> int:
+    """Runs `bench layer`; 0, or 1 if a verified number is wrong.
+
+    Raises:
+        UsageError: options that do not fit together.
+        MemoryError: the layer does not fit; the message says what it needs.
+    """
+    from moesaic.commands import layer_bench
+
+    plan = layer_plan(args)
+    with stdout_for_json(args.json):
+        document = layer_bench.run(plan, _progress())
+        failures = layer_bench.failures(document)
+    if args.json:
+        print_json(document)
+    else:
+        _show_layer(document)
+    for failure in failures:
+        print(f"moesaic: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def layer_plan(args: argparse.Namespace) -> Plan:
+    """What the options of `bench layer` ask for. UsageError where they do not fit together."""
+    import moesaic
+    from moesaic.commands.layer_bench import Plan
+    from moesaic.commands.layer_case import PRESETS, LayerShape, Preset, parse_routing
+
+    preset: Preset | None = None
+    if args.preset is not None:
+        preset = PRESETS.get(args.preset)
+        if preset is None:
+            raise UsageError(f"argument --preset: '{args.preset}' is none of {', '.join(PRESETS)}")
+
+    def size(name: str, default: int | None = None) -> int:
+        for value in (getattr(args, name), getattr(preset, name, None), default):
+            if value is not None:
+                return int(value)
+        raise UsageError(f"--{name.replace('_', '-')} is missing; give it, or a --preset")
+
+    shape = LayerShape(
+        experts=size("experts"),
+        hidden=size("hidden"),
+        intermediate=size("intermediate"),
+        top_k=size("top_k"),
+        rank=size("rank", _DEFAULT_RANK),
+    )
+    if shape.top_k > shape.experts:
+        raise UsageError(f"argument --top-k: {shape.top_k} is more than the {shape.experts} experts")
+    try:
+        routing = parse_routing(args.routing)
+    except ValueError as error:
+        raise UsageError(f"argument --routing: {error}") from None
+    if routing.kind == "concentrated" and not shape.top_k <= routing.among <= shape.experts:
+        raise UsageError(
+            f"argument --routing: {routing} needs at least {shape.top_k} (top-k) and at most {shape.experts} experts"
+        )
+    if args.save == "no" and args.verify:
+        raise UsageError("argument --verify: compares gradients too, and --save no has none")
+    return Plan(
+        shape=shape,
+        tokens=args.tokens if args.tokens is not None else [size("tokens", _DEFAULT_TOKENS)],
+        routing=routing,
+        weight_format=args.weight_format,
+        save=args.save == "yes",
+        threads=args.threads if args.threads is not None else moesaic.get_num_threads(),
+        warmup=size("warmup", _DEFAULT_WARMUP),
+        reps=size("reps", _DEFAULT_REPS),
+        peers=_peers(args.peers),
+        verify=args.verify,
+        seed=args.seed,
+    )
+
+
+def _peers(text: str) -> list[str]:
+    """'torch' -> both of its peers. UsageError for an unknown name and for one that this PyTorch cannot run."""
+    import torch
+
+    from moesaic.commands.torch_peers import PEER_GROUPS, PEERS, grouped_mm_available
+
+    names: list[str] = []
+    for word in filter(None, text.split(",")):
+        group = PEER_GROUPS.get(word, [word])
+        unknown = [name for name in group if name not in PEERS]
+        if unknown:
+            raise UsageError(f"argument --peers: '{word}' is none of {', '.join([*PEER_GROUPS, *PEERS])}")
+        names.extend(name for name in group if name not in names)
+    if "torch_grouped_mm" in names and not grouped_mm_available():
+        raise UsageError(f"argument --peers: PyTorch {torch.__version__} has no grouped_mm for CPUs; torch_loop runs")
+    return names
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive whole number")
+    return int(text)
+
+
+def _non_negative(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number")
+    return int(text)
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal() or int(text) > 256:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a rank from 0 to 256")
+    return int(text)
+
+
+def _tokens(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _progress() -> Callable[[str], None]:
+    """One line on stderr that rewrites itself; silent where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        return lambda text: None
+    return lambda text: print(f"\r\033[K{text}\r", end="", file=sys.stderr, flush=True)
+
+
+def _show_layer(document: dict[str, Any]) -> None:
+    """Prints the document for people."""
+    tables = Tables()
+    host, ceiling = document["host"], document["ceiling"]
+    threads = f"{host['threads']} thread" + ("s" if host["threads"] != 1 else "")
+    tables.heading(f"{host['cpu']}, {host['isa']}, {threads}")
+    tables.line(
+        f"ceilings while measuring: {ceiling['compute_gflops']:,.1f} GFLOP/s, {ceiling['read_gbps']:.1f} GB/s read"
+    )
+    for case in document["cases"]:
+        _show_case(tables, case)
+
+
+def _show_case(tables: Tables, case: dict[str, Any]) -> None:
+    own = case["moesaic"]
+    title = (
+        f"E {case['experts']}  H {case['hidden']}  I {case['intermediate']}  k {case['top_k']}  r {case['rank']}  "
+        f"{case['tokens']} tokens, {case['routing']} ({case['experts_hit']} experts hit), {case['weight_format']}"
+    )
+    rows = []
+    ways = ("forward", "backward") if case["save"] else ("forward",)
+    for name, times, ratio in [("moesaic", own, None)] + [(n, p, p["ratio"]) for n, p in case["peers"].items()]:
+        for way in ways:
+            stats = times[f"{way}_ms"]
+            fraction = own["fraction_of_limit"][way] if ratio is None else None
+            rows.append(
+                [
+                    name,
+                    way,
+                    *(f"{stats[key]:.2f}" for key in ("min", "median", "mean", "std", "max")),
+                    "-" if fraction is None else f"{100 * fraction:.0f}%",
+                    "-" if ratio is None else f"{ratio[way]:.2f}x",
+                ]
+            )
+        if ratio is not None and case["save"]:
+            rows.append([name, "total", "", "", "", "", "", "-", f"{ratio['total']:.2f}x"])
+    tables.table(title, ["", "ms", "min", "median", "mean", "std", "max", "of limit", "ratio"], rows)
+    details = [
+        ["tokens/s", f"{own['tokens_per_s']:,.0f}"],
+        ["limit, ms", "  ".join(f"{way} {case['limit_ms'][way]:.2f}" for way in ways)],
+        [
+            "work",
+            "  ".join(
+                f"{way} {case['flops'][way] / 1e9:,.2f} GFLOP, {format_bytes(case['bytes'][way])}" for way in ways
+            ),
+        ],
+        ["first call, ms", f"{own['first_call_ms']:.2f}"],
+        ["packed weights", format_bytes(case["weight_bytes"])],
+        ["saved for backward", format_bytes(own["saved_bytes"])],
+        ["left out (ceilings moved)", f"{case['repetitions']['left_out']} of {case['repetitions']['run']} repetitions"],
+    ]
+    checks = [("moesaic", case["verified"])] + [(name, peer["verified"]) for name, peer in case["peers"].items()]
+    for name, verified in checks:
+        if verified is not None:
+            text = "  ".join(f"{what} {error:.1e}" for what, error in verified.items() if error is not None)
+            details.append([f"error of {name}", f"{text}  ({case['verified_tokens']} tokens)"])
+    tables.table("", None, details)
