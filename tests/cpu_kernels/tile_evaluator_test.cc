@@ -1,0 +1,54 @@
+#include "cpu_kernels/tile_evaluator.h"
+
+#include <gtest/gtest.h>
+
+namespace moesaic {
+namespace {
+
+TEST(TileEvaluator, ChunkRowsIsAFunctionOfTheShape) {
+  for (const std::int64_t hidden : {1, 100, 2048, 7168, 100'000, 10'000'000}) {
+    for (const std::int64_t intermediate : {1, 768, 2048, 14'336, 10'000'000}) {
+      const std::int64_t rows = ChunkRows(hidden, intermediate);
+      EXPECT_GE(rows, 32);
+      EXPECT_LE(rows, 256);
+      EXPECT_EQ(rows % 32, 0);
+      // It fixes the order of summation: no tuning may touch it.
+      const ScopedBlocking forced({1, 1, 1, 1});
+      EXPECT_EQ(ChunkRows(hidden, intermediate), rows);
+    }
+  }
+}
+
+TEST(TileEvaluator, BlockingIsLegalForAnyCall) {
+  for (const std::int64_t jobs : {0, 1, 8, 1000}) {
+    for (const std::int64_t hidden : {1, 33, 2048, 7168}) {
+      for (const std::int64_t intermediate : {1, 129, 2048}) {
+        for (const int threads : {1, 2, 60, 4096}) {
+          const Blocking blocking = ChooseBlocking({jobs, 17, hidden, intermediate, threads});
+          EXPECT_GE(blocking.intermediate_units_per_task, 1);
+          EXPECT_GE(blocking.hidden_columns_per_task, 1);
+          EXPECT_GE(blocking.unpack_columns, 1);
+          EXPECT_GE(blocking.tokens_per_merge, 1);
+        }
+      }
+    }
+  }
+}
+
+TEST(TileEvaluator, ScopedBlockingEndsWithItsScope) {
+  const BlockingQuery query{4, 64, 2048, 768, 2};
+  const std::int64_t before = ChooseBlocking(query).tokens_per_merge;
+  {
+    const ScopedBlocking forced({3, 5, 2, 77});
+    EXPECT_EQ(ChooseBlocking(query).tokens_per_merge, 77);
+  }
+  EXPECT_EQ(ChooseBlocking(query).tokens_per_merge, before);
+}
+
+TEST(TileEvaluator, CachesAreKnown) {
+  EXPECT_GE(HostCaches().l1, 8 << 10);
+  EXPECT_GE(HostCaches().l2, HostCaches().l1);
+}
+
+}  // namespace
+}  // namespace moesaic
