@@ -1,0 +1,45 @@
+"""The engine inside transformers and PEFT.
+
+Importing this module registers the experts implementation ``"moesaic"`` with transformers and lets PEFT hand its LoRA
+adapters to the engine without materializing them::
+
+    import moesaic.hf
+
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+    print(moesaic.hf.prepare(model))                 # packs the experts, releases the originals
+    model = get_peft_model(model, LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"], ...))
+
+Without ``prepare``, ``experts_implementation="moesaic"`` (in ``from_pretrained``, ``from_config`` or
+``model.set_experts_implementation``) is enough: the first forward of each block packs it.
+
+Raises:
+    ImportError: transformers is missing or older than 5.7.
+"""
+
+from __future__ import annotations
+
+try:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError as error:
+    raise ImportError("moesaic.hf needs transformers 5.7 or newer: pip install 'transformers>=5.7'") from error
+
+from moesaic.hf import adapters, experts
+from moesaic.hf.blocks import IMPLEMENTATION, find_blocks, refusal
+from moesaic.hf.prepare import BlockReport, PrepareReport, prepare, restore
+
+__all__ = ["BlockReport", "PrepareReport", "find_blocks", "peft_is_hooked", "prepare", "refusal", "restore"]
+
+
+def _register() -> bool:
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts.experts_forward)
+    try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    except ImportError:  # a version without FP8 experts of their own
+        pass
+    else:
+        ALL_FP8_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts.refuse_fp8_experts)
+    return adapters.install()
+
+
+#: Whether PEFT is there and hands its adapters to the engine.
+peft_is_hooked: bool = _register()
