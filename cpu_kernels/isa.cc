@@ -1,32 +1,187 @@
 #include "cpu_kernels/isa.h"
 
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cmath>
 #include <cstdlib>
-#include <fstream>
+#include <cstring>
+#include <memory>
+
+#include "cpu_kernels/host.h"
+#include "cpu_kernels/kernels.h"
 
 namespace moesaic {
 
+extern const KernelTier kTierAmxBf16;
+extern const KernelTier kTierAvx512Bf16;
+extern const KernelTier kTierPortableAvx2;
+extern const KernelTier kTierPortable;
+
+namespace {
+
+/// Better first. Two entries may share a name: the first that runs here serves it.
+constexpr const KernelTier* kTiers[] = {&kTierAmxBf16, &kTierAvx512Bf16, &kTierPortableAvx2, &kTierPortable};
+
+std::atomic<const KernelTier*> g_forced{nullptr};
+
+/// Linux gives the tile registers' state only to processes that ask for it (Documentation/arch/x86/xstate.rst).
+bool RequestAmxPermission() {
+  constexpr long kRequestPermission = 0x1023;
+  constexpr long kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+bool IsSupported(const KernelTier& tier) {
+  if (std::strcmp(tier.name, "amx_bf16") == 0) return CpuHasAmxBf16() && HostRunsAvx512Bf16();
+  return tier.runs_here();
+}
+
+const KernelTier& FindTier(std::string_view name) {
+  std::string known;
+  const KernelTier* found = nullptr;
+  for (const KernelTier* tier : kTiers) {
+    if (name == tier->name) {
+      if (tier->runs_here()) return *tier;
+      found = tier;
+    }
+    if (known.find(tier->name) == std::string::npos) known += (known.empty() ? "" : ", ") + std::string(tier->name);
+  }
+  if (found == nullptr) {
+    throw UnsupportedHostError("MOESAIC_ISA is \"" + std::string(name) + "\"; this build has " + known);
+  }
+  const bool denied = IsSupported(*found);
+  throw UnsupportedHostError("MOESAIC_ISA is \"" + std::string(name) + "\"; " +
+                             (denied ? "the operating system does not permit it to this process"
+                                     : "this CPU (" + CpuName() + ") does not have it"));
+}
+
+const KernelTier& BestTier() {
+  for (const KernelTier* tier : kTiers) {
+    if (tier->runs_here()) return *tier;
+  }
+  return kTierPortable;
+}
+
+}  // namespace
+
+bool HostRunsBaseline() { return true; }
+
+bool HostRunsAvx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+bool HostRunsAvx512Bf16() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") && HostRunsAvx2();
+}
+
+bool CpuHasAmxBf16() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  return (d >> 24 & 1u) != 0 && (d >> 22 & 1u) != 0;
+}
+
+bool HostRunsAmxBf16() {
+  static const bool runs = CpuHasAmxBf16() && HostRunsAvx512Bf16() && RequestAmxPermission();
+  return runs;
+}
+
+std::span<const KernelTier* const> KernelTiers() { return kTiers; }
+
+const KernelTier& ChosenKernels() {
+  if (const KernelTier* forced = g_forced.load(std::memory_order_acquire)) return *forced;
+  const char* wanted = std::getenv("MOESAIC_ISA");
+  const KernelTier& tier = wanted != nullptr && *wanted != '\0' ? FindTier(wanted) : BestTier();
+  g_forced.store(&tier, std::memory_order_release);
+  return tier;
+}
+
+void ForceIsa(std::string_view name) { g_forced.store(name.empty() ? nullptr : &FindTier(name), std::memory_order_release); }
+
 const std::vector<IsaTier>& IsaTiers() {
   static const std::vector<IsaTier> tiers = [] {
-    const char* forced = std::getenv("MOESAIC_ISA");
-    if (forced != nullptr && std::string_view(forced) != "portable") {
-      throw UnsupportedHostError("MOESAIC_ISA is \"" + std::string(forced) + "\"; this build has: portable");
+    std::vector<IsaTier> list;
+    for (const KernelTier* tier : kTiers) {
+      if (!list.empty() && list.back().name == tier->name) continue;
+      IsaTier row;
+      row.name = tier->name;
+      row.compiled = true;
+      row.supported = IsSupported(*tier) || row.name == "portable";
+      row.permitted = tier->runs_here() || row.name == "portable";
+      row.chosen = row.name == ChosenKernels().name;
+      list.push_back(row);
     }
-    return std::vector<IsaTier>{{"portable", true, true, true, true}};
+    return list;
   }();
   return tiers;
 }
 
-const std::string& ChosenIsa() { return IsaTiers().front().name; }
+const std::string& ChosenIsa() {
+  static thread_local std::string name;
+  name = ChosenKernels().name;
+  return name;
+}
 
-bool VerifyIsa(std::string_view name) { return name == "portable"; }
+bool VerifyIsa(std::string_view name) {
+  const KernelTier* tier = nullptr;
+  for (const KernelTier* candidate : kTiers) {
+    if (tier == nullptr && name == candidate->name && candidate->runs_here()) tier = candidate;
+  }
+  if (tier == nullptr) return false;
+  // One tile each of weights and activations, small integers: the sums are exact.
+  struct alignas(64) Tiles {
+    BFloat16 stored[kTileElements], pairs[kTileElements];
+    float c[kPanelRows * kPanelRows];
+  };
+  const auto tiles = std::make_unique<Tiles>();
+  float weights[16][32], activations[16][32];
+  const void* rows[16];
+  for (int i = 0; i < 16; ++i) {
+    rows[i] = activations[i];
+    for (int k = 0; k < 32; ++k) {
+      weights[i][k] = static_cast<float>((i * 7 + k * 3) % 11 - 5);
+      activations[i][k] = static_cast<float>((i * 5 + k) % 9 - 4);
+      tiles->stored[i * kTileColumns + StoredPosition(k)] = ToBFloat16(weights[i][k]);
+    }
+  }
+  PackRowsArgs pack;
+  pack.rows = rows;
+  pack.count = 16;
+  pack.columns = 32;
+  pack.pairs = TileMatrix::Activations(tiles->pairs, 16, 32);
+  pack.panels = 1;
+  pack.tile_columns = 1;
+  tier->pack_rows(pack);
+  const GemmSegment segment{TileMatrix::Weights(tiles->stored, 16, 32), pack.pairs};
+  DirectGemmArgs gemm;
+  gemm.segments = {&segment, 1};
+  gemm.panels = 1;
+  gemm.activation_panels = 1;
+  gemm.c = tiles->c;
+  gemm.ldc = kPanelRows;
+  tier->direct_gemm(gemm);
+  for (int i = 0; i < 16; ++i) {
+    for (int t = 0; t < 16; ++t) {
+      float expected = 0;
+      for (int k = 0; k < 32; ++k) expected += weights[i][k] * activations[t][k];
+      if (tiles->c[i * kPanelRows + t] != expected) return false;
+    }
+  }
+  return true;
+}
 
 std::string CpuName() {
-  std::ifstream info("/proc/cpuinfo");
-  for (std::string line; std::getline(info, line);) {
-    const std::size_t colon = line.find(": ");
-    if (line.starts_with("model name") && colon != std::string::npos) return line.substr(colon + 2);
+  char name[49] = {};
+  unsigned words[4];
+  for (unsigned leaf = 0; leaf < 3; ++leaf) {
+    if (__get_cpuid(0x80000002u + leaf, &words[0], &words[1], &words[2], &words[3]) == 0) return "unknown x86-64";
+    std::memcpy(name + 16 * leaf, words, 16);
   }
-  return "unknown";
+  std::string text(name);
+  text.erase(0, text.find_first_not_of(' '));
+  text.erase(text.find_last_not_of(' ') + 1);
+  return text;
 }
 
 }  // namespace moesaic

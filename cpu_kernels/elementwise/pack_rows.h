@@ -1,0 +1,83 @@
+// PackRows: rows of numbers become tiles (kernels.h has the contract).
+#pragma once
+
+#include "cpu_kernels/kernels.h"
+#include "cpu_kernels/simd.h"
+
+namespace {
+
+using namespace moesaic;
+
+/// 32 columns of one row, scaled and rounded, in order.
+MOESAIC_INLINE void LoadTileRow(const PackRowsArgs& args, std::int64_t row, std::int64_t column, BFloat16* out) {
+  const void* source = args.rows[row];
+  const std::int64_t n = args.columns - column < kTileColumns ? args.columns - column : kTileColumns;
+  if (source == nullptr || n <= 0) {
+    std::memset(out, 0, kTileColumns * sizeof(BFloat16));
+    return;
+  }
+  const bool scaled = args.row_scale != nullptr || args.column_scale != nullptr;
+  if (args.dtype == DType::kBFloat16 && !scaled) {
+    const BFloat16* from = static_cast<const BFloat16*>(source) + column;
+    if (n == kTileColumns) {
+      std::memcpy(out, from, kTileColumns * sizeof(BFloat16));
+    } else {
+      std::memset(out, 0, kTileColumns * sizeof(BFloat16));
+      std::memcpy(out, from, static_cast<std::size_t>(n) * sizeof(BFloat16));
+    }
+    return;
+  }
+  float values[kTileColumns] = {};
+  if (args.dtype == DType::kBFloat16) {
+    const BFloat16* from = static_cast<const BFloat16*>(source) + column;
+    for (std::int64_t i = 0; i < n; i += 16) {
+      StoreF32(values + i, n - i >= 16 ? LoadBf16(from + i) : LoadBf16Part(from + i, n - i));
+    }
+  } else {
+    std::memcpy(values, static_cast<const float*>(source) + column, static_cast<std::size_t>(n) * sizeof(float));
+  }
+  if (scaled) {
+    const float row_scale = args.row_scale != nullptr ? args.row_scale[row] : 1.0f;
+    for (std::int64_t i = 0; i < n; ++i) {
+      values[i] *= args.column_scale != nullptr ? row_scale * args.column_scale[column + i] : row_scale;
+    }
+  }
+  StoreBf16(out, LoadF32(values));
+  StoreBf16(out + 16, LoadF32(values + 16));
+}
+
+/// The permutation of a stored tile's row: 8-byte groups 0..7 go to 0, 2, 4, 6, 1, 3, 5, 7.
+MOESAIC_INLINE void PermuteTileRow(const BFloat16* in, BFloat16* out) {
+  std::uint64_t from[8], to[8];
+  std::memcpy(from, in, sizeof(from));
+  for (int i = 0; i < 4; ++i) {
+    to[2 * i] = from[i];
+    to[2 * i + 1] = from[4 + i];
+  }
+  std::memcpy(out, to, sizeof(to));
+}
+
+inline void PackRows(const PackRowsArgs& args) {
+  for (std::int64_t panel = 0; panel < args.panels; ++panel) {
+    const std::int64_t target = args.first_panel + panel;
+    for (std::int64_t k = args.first_column; k < args.first_column + args.tile_columns; ++k) {
+      alignas(64) BFloat16 rows[kTileElements];
+      alignas(64) BFloat16 permuted[kTileElements];
+      for (std::int64_t i = 0; i < kPanelRows; ++i) {
+        const std::int64_t row = panel * kPanelRows + i;
+        if (row < args.count) {
+          LoadTileRow(args, row, k * kTileColumns, rows + i * kTileColumns);
+        } else {
+          std::memset(rows + i * kTileColumns, 0, kTileColumns * sizeof(BFloat16));
+        }
+      }
+      if (args.operand.data != nullptr) std::memcpy(args.operand.Tile(target, k), rows, sizeof(rows));
+      if (args.stored.data == nullptr && args.pairs.data == nullptr) continue;
+      BFloat16* stored = args.stored.data != nullptr ? args.stored.Tile(target, k) : permuted;
+      for (int i = 0; i < kPanelRows; ++i) PermuteTileRow(rows + i * kTileColumns, stored + i * kTileColumns);
+      if (args.pairs.data != nullptr) Transpose16x16(stored, args.pairs.Tile(target, k));
+    }
+  }
+}
+
+}  // namespace

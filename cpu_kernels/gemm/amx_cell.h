@@ -1,0 +1,70 @@
+// The AMX cell: 2 x 2 tiles of C (32 x 32), four products for four tile loads at each step. Written against a tile interface
+// with two implementations, the instructions (amx_tiles.h) and an emulation in plain C++ (emulated_tiles.h), so that blocking
+// and edges are the same code on every host.
+//
+//   struct Tiles {  // eight registers of 16 rows x 64 bytes
+//     void Zero<t>();  void Load<t>(const void* rows, std::int64_t stride_bytes);  void Store<t>(void* rows, stride_bytes);
+//     void MultiplyAdd<c, a, b>();   // c[i][j] += sum over p: a[i][2p] b[p][2j] + a[i][2p+1] b[p][2j+1], fp32
+//   };
+//   struct Tiles::Scope { ... };     // configures the registers of this thread, and releases them
+#pragma once
+
+#include "cpu_kernels/gemm/tile_gemm.h"
+#include "cpu_kernels/simd.h"
+
+namespace {
+
+template <class Tiles>
+struct AmxCell {
+  static constexpr int kMaxA = 2;
+  static constexpr int kMaxB = 2;
+  using Scope = typename Tiles::Scope;
+
+  static void InterleavePanels(const BFloat16* even, const BFloat16* odd, BFloat16* low, BFloat16* high) {
+    InterleaveRowPairs(even, odd, low, high);
+  }
+
+  // Registers: C in 0..3, left factors in 4 and 5, right factors in 6 and 7.
+  template <int NA, int NB>
+  static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Prefetcher& prefetcher) {
+    Tiles tiles;
+    const std::int64_t c_stride = ldc * static_cast<std::int64_t>(sizeof(float));
+    float* const c_low = c + kPanelRows * ldc;
+    if (accumulate) {
+      tiles.template Load<0>(c, c_stride);
+      if constexpr (NB == 2) tiles.template Load<1>(c + kPanelRows, c_stride);
+      if constexpr (NA == 2) tiles.template Load<2>(c_low, c_stride);
+      if constexpr (NA == 2 && NB == 2) tiles.template Load<3>(c_low + kPanelRows, c_stride);
+    } else {
+      tiles.template Zero<0>();
+      if constexpr (NB == 2) tiles.template Zero<1>();
+      if constexpr (NA == 2) tiles.template Zero<2>();
+      if constexpr (NA == 2 && NB == 2) tiles.template Zero<3>();
+    }
+    for (int r = 0; r < count; ++r) {
+      const CellRun& run = runs[r];
+      const BFloat16 *a0 = run.a[0], *a1 = run.a[1], *b0 = run.b[0], *b1 = run.b[1];
+      for (std::int64_t k = 0; k < run.length; ++k) {
+        tiles.template Load<4>(a0 + k * run.a_stride, 64);
+        tiles.template Load<6>(b0 + k * run.b_stride, 64);
+        tiles.template MultiplyAdd<0, 4, 6>();
+        if constexpr (NB == 2) {
+          tiles.template Load<7>(b1 + k * run.b_stride, 64);
+          tiles.template MultiplyAdd<1, 4, 7>();
+        }
+        if constexpr (NA == 2) {
+          tiles.template Load<5>(a1 + k * run.a_stride, 64);
+          tiles.template MultiplyAdd<2, 5, 6>();
+          if constexpr (NB == 2) tiles.template MultiplyAdd<3, 5, 7>();
+        }
+        prefetcher.Step();
+      }
+    }
+    tiles.template Store<0>(c, c_stride);
+    if constexpr (NB == 2) tiles.template Store<1>(c + kPanelRows, c_stride);
+    if constexpr (NA == 2) tiles.template Store<2>(c_low, c_stride);
+    if constexpr (NA == 2 && NB == 2) tiles.template Store<3>(c_low + kPanelRows, c_stride);
+  }
+};
+
+}  // namespace

@@ -1,0 +1,72 @@
+// The AVX512-BF16 cell: one panel of left tiles (as two halves of 8 rows) by up to three panels of right tiles, 24 accumulators.
+// A step over one pair of the contraction loads 3 vectors, broadcasts 8 pairs and issues 24 VDPBF16PS: 11 loads in 12 cycles
+// where two products and two loads start each cycle (Zen 4, Zen 5).
+#pragma once
+
+#include <immintrin.h>
+
+#include "cpu_kernels/gemm/tile_gemm.h"
+#include "cpu_kernels/simd.h"
+
+namespace {
+
+struct Avx512Bf16Cell {
+  static constexpr int kMaxA = 1;
+  static constexpr int kMaxB = 3;
+  struct Scope {};
+
+  static void InterleavePanels(const BFloat16* even, const BFloat16* odd, BFloat16* low, BFloat16* high) {
+    InterleaveRowPairs(even, odd, low, high);
+  }
+
+  template <int NA, int NB>
+  static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Prefetcher& prefetcher) {
+    static_assert(NA == 1);
+    Half<NB>(runs, count, 0, c, ldc, accumulate, prefetcher);
+    Half<NB>(runs, count, 8, c + 8 * ldc, ldc, accumulate, prefetcher);
+  }
+
+ private:
+  static __m512bh Pairs(const BFloat16* p) { return (__m512bh)_mm512_load_si512(p); }
+
+  template <int NB>
+  static void Half(const CellRun* runs, int count, int first_row, float* c, std::int64_t ldc, bool accumulate,
+                   Prefetcher& prefetcher) {
+    __m512 sum[8][NB];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+#pragma GCC unroll 3
+      for (int j = 0; j < NB; ++j) sum[i][j] = accumulate ? _mm512_load_ps(c + i * ldc + 16 * j) : _mm512_setzero_ps();
+    }
+    for (int r = 0; r < count; ++r) {
+      const CellRun& run = runs[r];
+      for (std::int64_t k = 0; k < run.length; ++k) {
+        const BFloat16* a = run.a[0] + k * run.a_stride + 32 * first_row;
+        const BFloat16* b[NB];
+#pragma GCC unroll 3
+        for (int j = 0; j < NB; ++j) b[j] = run.b[j] + k * run.b_stride;
+        for (int p = 0; p < 16; ++p) {
+          __m512bh right[NB];
+#pragma GCC unroll 3
+          for (int j = 0; j < NB; ++j) right[j] = Pairs(b[j] + 32 * p);
+#pragma GCC unroll 8
+          for (int i = 0; i < 8; ++i) {
+            int pair;
+            __builtin_memcpy(&pair, a + 32 * i + 2 * p, sizeof(pair));
+            const __m512bh left = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 3
+            for (int j = 0; j < NB; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], left, right[j]);
+          }
+        }
+        if (first_row == 0) prefetcher.Step();
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+#pragma GCC unroll 3
+      for (int j = 0; j < NB; ++j) _mm512_store_ps(c + i * ldc + 16 * j, sum[i][j]);
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,11 @@
+#include "cpu_kernels/kernels.h"
+
+namespace moesaic {
+
+std::int64_t UnpackScratchElements(std::span<const GemmSegment> segments, std::int64_t columns_per_group) {
+  std::int64_t depth = 0;
+  for (const GemmSegment& segment : segments) depth += CeilDiv(segment.weights.panels, 2);
+  return 2 * depth * columns_per_group * kTileElements;
+}
+
+}  // namespace moesaic

@@ -1,0 +1,79 @@
+// How matrices lie in memory: tiles of 16 rows and 32 columns of bf16, 1 KB each.
+//
+// One packed copy of a weight serves two forms of GEMM (kernels.h). A tile row is one 64-byte cache line, which is what AMX and
+// AVX-512 load. Inside a *stored* tile the 32 columns are permuted: 128-bit lane L holds columns 4L..4L+3, then 16+4L..16+4L+3.
+// Interleaving two rows lane by lane (vpunpcklwd, vpunpckhwd) then yields columns 0..15 and 16..31 in order, and the pairs of
+// columns that a dot product consumes stay pairs.
+//
+// Tiles of weights are grouped in superblocks of 8 x 8, so that walking along a row and walking down a column both read runs of
+// at least 8 KB. Tiles of activations are ordered column after column.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu_kernels/bfloat16.h"
+
+namespace moesaic {
+
+inline constexpr std::int64_t kPanelRows = 16;     ///< rows of a tile; a panel is a row of tiles
+inline constexpr std::int64_t kTileColumns = 32;   ///< columns of a tile
+inline constexpr std::int64_t kTileElements = 512;
+inline constexpr std::int64_t kSuperblock = 8;     ///< panels and tile columns of a superblock of weights
+
+/// These functions are inlined into code compiled for several instruction sets: an out-of-line copy of one of them must never
+/// be shared, hence always_inline.
+#define MOESAIC_INLINE [[gnu::always_inline]] inline
+
+MOESAIC_INLINE std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+MOESAIC_INLINE std::int64_t RoundUp(std::int64_t a, std::int64_t b) { return CeilDiv(a, b) * b; }
+
+/// Position inside a stored tile's row of column 0 <= column < 32.
+MOESAIC_INLINE constexpr std::int64_t StoredPosition(std::int64_t column) {
+  return (column % 16) / 4 * 8 + column % 4 + column / 16 * 4;
+}
+
+/// Tiles that follow each other at a constant distance.
+struct TileRun {
+  BFloat16* data;
+  std::int64_t stride;  ///< elements from one tile to the next
+  std::int64_t length;  ///< tiles
+};
+
+/// A non-owning matrix of tiles, 64-byte aligned. What its tiles hold is one of
+///   stored   16 rows x 32 permuted columns: weights in both forms; activations that a LoRA gradient contracts over
+///   operand  16 rows x 32 columns in order: the left factor of the unpack form
+///   pairs    16 pairs of permuted columns x 16 rows, a transposed stored tile: the right factor of the direct form
+struct TileMatrix {
+  BFloat16* data = nullptr;
+  std::int64_t panels = 0;   ///< rows / 16, rounded up
+  std::int64_t columns = 0;  ///< columns / 32, rounded up
+  std::int64_t superblock_panels = kSuperblock;
+  std::int64_t superblock_columns = kSuperblock;
+
+  static TileMatrix Weights(BFloat16* data, std::int64_t rows, std::int64_t columns) {
+    return {data, CeilDiv(rows, kPanelRows), CeilDiv(columns, kTileColumns), kSuperblock, kSuperblock};
+  }
+  static TileMatrix Activations(BFloat16* data, std::int64_t rows, std::int64_t columns) {
+    const std::int64_t panels = CeilDiv(rows, kPanelRows);
+    return {data, panels, CeilDiv(columns, kTileColumns), panels, 1};
+  }
+
+  MOESAIC_INLINE std::int64_t size() const { return panels * columns * kTileElements; }
+
+  MOESAIC_INLINE BFloat16* Tile(std::int64_t panel, std::int64_t column) const {
+    const std::int64_t p0 = panel - panel % superblock_panels;
+    const std::int64_t c0 = column - column % superblock_columns;
+    const std::int64_t p_count = p0 + superblock_panels <= panels ? superblock_panels : panels - p0;
+    const std::int64_t c_count = c0 + superblock_columns <= columns ? superblock_columns : columns - c0;
+    return data + (p0 * columns + c0 * p_count + (panel - p0) * c_count + (column - c0)) * kTileElements;
+  }
+
+  /// The tiles of a panel from `column` on, as far as their distance is constant.
+  MOESAIC_INLINE TileRun RunAlongPanel(std::int64_t panel, std::int64_t column) const {
+    if (superblock_columns == 1) return {Tile(panel, column), panels * kTileElements, columns - column};
+    const std::int64_t left = superblock_columns - column % superblock_columns;
+    return {Tile(panel, column), kTileElements, left < columns - column ? left : columns - column};
+  }
+};
+
+}  // namespace moesaic

@@ -1,0 +1,143 @@
+// The table of kernels that each instruction-set tier fills, and the list of tiers.
+//
+// Matrices are tiles of bf16 (gemm/tiles.h), results fp32. Every output element has one accumulator that adds the products in
+// ascending order of the contraction index, segment after segment: no blocking, splitting or thread count changes a bit.
+// No function here throws or takes a lock; all may run on any number of threads at once.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "cpu_kernels/gemm/tiles.h"
+#include "cpu_kernels/tensor_view.h"
+
+namespace moesaic {
+
+/// One product of a sum of products.
+struct GemmSegment {
+  TileMatrix weights;
+  TileMatrix activations;
+};
+
+/// Weights that a GEMM brings to the L2 cache while it computes: those of the next call. Empty where data is null.
+struct PrefetchRange {
+  TileMatrix weights;
+  std::int64_t first_panel = 0;
+  std::int64_t panels = 0;
+  std::int64_t first_column = 0;
+  std::int64_t columns = 0;
+};
+
+/// Direct form: the contraction runs along the columns of the weights.
+///   C[i][t] (+)= sum over segments, k:  weights[16 first_panel + i][k] * activations[t][k]
+struct DirectGemmArgs {
+  std::span<const GemmSegment> segments;  ///< weights stored, activations pairs; equal numbers of columns
+  std::int64_t first_panel = 0;
+  std::int64_t panels = 0;             ///< rows of C / 16
+  std::int64_t activation_panels = 0;  ///< columns of C / 16
+  float* c = nullptr;                  ///< [16 panels][ldc], 64-byte aligned rows
+  std::int64_t ldc = 0;                ///< elements, a multiple of 16
+  bool accumulate = false;             ///< start from C instead of 0
+  PrefetchRange prefetch;
+};
+
+/// Unpack form: the contraction runs along the rows of the weights.
+///   C[t][n] (+)= sum over segments, k:  activations[16 first_panel + t][k] * weights[k][32 first_column + n]
+struct UnpackGemmArgs {
+  std::span<const GemmSegment> segments;  ///< weights stored (panels = rows / 16); activations operand, columns = panels / 2 rounded up
+  std::int64_t first_panel = 0;
+  std::int64_t panels = 0;        ///< rows of C / 16
+  std::int64_t first_column = 0;
+  std::int64_t columns = 0;       ///< columns of C / 32
+  float* c = nullptr;             ///< [16 panels][ldc] fp32; or null, and the result goes to `rows`
+  std::int64_t ldc = 0;
+  bool accumulate = false;        ///< start from C instead of 0 (only with c)
+  BFloat16* const* rows = nullptr;  ///< one pointer for each row of C, rounded to bf16; null: the row is dropped
+  BFloat16* scratch = nullptr;      ///< UnpackScratchElements(...), 64-byte aligned
+  std::int64_t columns_per_group = 1;  ///< tile columns unpacked at a time
+  PrefetchRange prefetch;
+};
+
+/// Elements of UnpackGemmArgs::scratch.
+std::int64_t UnpackScratchElements(std::span<const GemmSegment> segments, std::int64_t columns_per_group);
+
+/// Rounds rows to bf16 and lays them out as tiles: value = row[c] * row_scale[r] * column_scale[c], in fp32, rounded once.
+/// What lies beyond `count` and `columns` is filled with zeros. Each output may be left out (data null).
+struct PackRowsArgs {
+  const void* const* rows = nullptr;  ///< `count` pointers to `columns` contiguous values; null pointer: a row of zeros
+  DType dtype = DType::kFloat32;      ///< fp32 or bf16
+  std::int64_t count = 0;
+  std::int64_t columns = 0;
+  const float* row_scale = nullptr;     ///< [count]; null: 1
+  const float* column_scale = nullptr;  ///< [columns]; null: 1
+  TileMatrix stored;
+  TileMatrix operand;
+  TileMatrix pairs;
+  std::int64_t first_panel = 0;   ///< where the rows go: row r to panel first_panel + r / 16
+  std::int64_t panels = 0;        ///< panels to fill, the last ones with zeros
+  std::int64_t first_column = 0;  ///< the range of tile columns to fill
+  std::int64_t tile_columns = 0;
+};
+
+/// Z = silu(G) * U for 32 rows of I (a block), from the transposed results of the direct form.
+struct SwigluForwardArgs {
+  const float* gate = nullptr;  ///< [32][ld] G^T
+  const float* up = nullptr;    ///< [32][ld] U^T
+  std::int64_t ld = 0;
+  std::int64_t tokens = 0;        ///< valid columns
+  std::int64_t rows = 32;         ///< valid rows (fewer at the end of I)
+  BFloat16* saved_gate = nullptr;  ///< [rows][tokens] bf16, or null
+  BFloat16* saved_up = nullptr;
+  TileMatrix z;                  ///< operand tiles [tokens][I]: column `block` is written
+  std::int64_t block = 0;
+};
+
+/// For 32 rows of I, with g, u from the saved state and w the routing weight of a token:
+///   Z = silu(g) u    dw[t] += sum over i dZ0 Z    dZ = w dZ0    dU = dZ silu(g)    dG = dZ u sigma(g) (1 + g (1 - sigma(g)))
+struct SwigluBackwardArgs {
+  const float* d_z = nullptr;  ///< [32][ld] dZ0^T
+  std::int64_t ld = 0;
+  std::int64_t tokens = 0;
+  std::int64_t rows = 32;
+  const BFloat16* saved_gate = nullptr;  ///< [rows][tokens]
+  const BFloat16* saved_up = nullptr;
+  const float* routing_weight = nullptr;  ///< [tokens]
+  float* d_weight = nullptr;              ///< [tokens rounded up to 16], added to
+  std::int64_t block = 0;                 ///< which 32 rows of I
+  TileMatrix d_gate;                      ///< operand tiles [tokens][I]: column `block` is written
+  TileMatrix d_up;
+  TileMatrix d_gate_t;  ///< operand tiles [I][tokens]: panels 2 block and 2 block + 1 are written; data null: left out
+  TileMatrix d_up_t;
+  TileMatrix z_t;
+};
+
+/// out[c] = sum over j of weight[j] * rows[j][c], in this order, fp32, rounded once.
+struct MergeRowsArgs {
+  const BFloat16* const* rows = nullptr;  ///< `count` pointers
+  const float* weights = nullptr;         ///< [count]
+  std::int64_t count = 0;
+  std::int64_t columns = 0;
+  void* out = nullptr;
+  DType dtype = DType::kFloat32;  ///< fp32 or bf16
+  std::int64_t out_stride = 1;
+};
+
+/// One tier of kernels.
+struct KernelTier {
+  const char* name;
+  bool (*runs_here)();  ///< supported by the CPU and permitted by the operating system
+  void (*direct_gemm)(const DirectGemmArgs&);
+  void (*unpack_gemm)(const UnpackGemmArgs&);
+  void (*pack_rows)(const PackRowsArgs&);
+  void (*swiglu_forward)(const SwigluForwardArgs&);
+  void (*swiglu_backward)(const SwigluBackwardArgs&);
+  void (*merge_rows)(const MergeRowsArgs&);
+};
+
+/// Every tier of this build, best first; the last runs everywhere. Selection, tests and benchmarks all walk this list.
+std::span<const KernelTier* const> KernelTiers();
+
+/// The tier in use (isa.h says how it is chosen).
+const KernelTier& ChosenKernels();
+
+}  // namespace moesaic

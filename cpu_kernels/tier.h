@@ -1,0 +1,18 @@
+// Builds a tier's table from its cell. Included once by each tier file, which is compiled with the flags of its instruction set;
+// everything below it lies in an unnamed namespace, so that no code above the baseline is shared with other files.
+#pragma once
+
+#include "cpu_kernels/elementwise/merge_rows.h"
+#include "cpu_kernels/elementwise/pack_rows.h"
+#include "cpu_kernels/elementwise/swiglu.h"
+#include "cpu_kernels/gemm/tile_gemm.h"
+#include "cpu_kernels/kernels.h"
+
+namespace {
+
+template <class Cell>
+constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
+  return {name, runs_here, DirectGemm<Cell>, UnpackGemm<Cell>, PackRows, SwigluForward, SwigluBackward, MergeRows};
+}
+
+}  // namespace

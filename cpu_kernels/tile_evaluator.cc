@@ -1,0 +1,64 @@
+#include "cpu_kernels/tile_evaluator.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace moesaic {
+namespace {
+
+const Blocking* g_forced = nullptr;
+
+std::int64_t CeilDivide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+const CacheSizes& HostCaches() {
+  static const CacheSizes sizes = [] {
+    CacheSizes found;
+    const auto read = [](int name, std::int64_t fallback) {
+      const std::int64_t value = sysconf(name);
+      return value > 0 ? value : fallback;
+    };
+    found.l1 = read(_SC_LEVEL1_DCACHE_SIZE, found.l1);
+    found.l2 = read(_SC_LEVEL2_CACHE_SIZE, found.l2);
+    found.l3 = read(_SC_LEVEL3_CACHE_SIZE, found.l3);
+    return found;
+  }();
+  return sizes;
+}
+
+std::int64_t ChunkRows(std::int64_t hidden, std::int64_t intermediate) {
+  constexpr std::int64_t kBytes = std::int64_t{16} << 20;
+  const std::int64_t rows = kBytes / (6 * hidden + 10 * intermediate);
+  return std::clamp<std::int64_t>(rows / 32 * 32, 32, 256);
+}
+
+Blocking ChooseBlocking(const BlockingQuery& query) {
+  if (g_forced != nullptr) return *g_forced;
+  Blocking blocking;
+  // Three tasks a thread in every stage: enough that the last ones do not leave cores idle, and with many jobs each job stays
+  // whole on one core, whose cache then holds its activations.
+  const std::int64_t tasks = std::max<std::int64_t>(1, CeilDivide(3 * query.threads, std::max<std::int64_t>(1, query.jobs)));
+  const std::int64_t units = CeilDivide(query.intermediate, kIntermediateUnit);
+  const std::int64_t columns = CeilDivide(query.hidden, 32);
+  blocking.intermediate_units_per_task = CeilDivide(units, std::min(units, query.threads == 1 ? 1 : tasks));
+  // Superblocks of weights are 8 columns wide: a narrower task would read them in pieces.
+  blocking.hidden_columns_per_task =
+      std::min(columns, CeilDivide(CeilDivide(columns, query.threads == 1 ? 1 : tasks), 8) * 8);
+  // The unpacked panel shares L2 with the activations: a quarter of it.
+  const std::int64_t bytes_per_column = std::max<std::int64_t>(1, query.intermediate) * 64;
+  blocking.unpack_columns = std::clamp<std::int64_t>(HostCaches().l2 / 4 / bytes_per_column, 1, 8);
+  blocking.tokens_per_merge = 32;
+  return blocking;
+}
+
+ScopedBlocking::ScopedBlocking(const Blocking& blocking) {
+  static Blocking forced;
+  forced = blocking;
+  g_forced = &forced;
+}
+
+ScopedBlocking::~ScopedBlocking() { g_forced = nullptr; }
+
+}  // namespace moesaic

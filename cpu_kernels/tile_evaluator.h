@@ -1,0 +1,55 @@
+// Where every blocking parameter comes from.
+//
+// Two kinds of answers, kept apart. ChunkRows is part of the order of summation: a function of the shape alone. Blocking is
+// everything that may be tuned: it changes which core computes what and in which order it walks memory, never a bit of a result.
+#pragma once
+
+#include <cstdint>
+
+namespace moesaic {
+
+/// Data caches of one core, and the last level as a whole, in bytes.
+struct CacheSizes {
+  std::int64_t l1 = 32 << 10;
+  std::int64_t l2 = 1 << 20;
+  std::int64_t l3 = 32 << 20;
+};
+
+/// Of this host, from the C library; the defaults above where it does not know.
+const CacheSizes& HostCaches();
+
+/// Rows of an expert that are computed together, at most: a multiple of 32 in [32, 256]. LoRA gradients add up chunk after chunk.
+/// Bounded so that a chunk's activations take about 16 MiB in the backward.
+std::int64_t ChunkRows(std::int64_t hidden, std::int64_t intermediate);
+
+/// A call of the layer, as far as its blocking depends on it.
+struct BlockingQuery {
+  std::int64_t jobs = 0;        ///< (expert, chunk) pairs with rows
+  std::int64_t rows = 0;        ///< most rows of a job
+  std::int64_t hidden = 0;      ///< H
+  std::int64_t intermediate = 0;  ///< I
+  int threads = 1;
+};
+
+struct Blocking {
+  std::int64_t intermediate_units_per_task;  ///< units of kIntermediateUnit rows of I that one task computes, >= 1
+  std::int64_t hidden_columns_per_task;      ///< tile columns (32) of H that one task computes, >= 1
+  std::int64_t unpack_columns;               ///< tile columns unpacked to cache at a time, >= 1
+  std::int64_t tokens_per_merge;             ///< tokens that one merge task adds up, >= 1
+};
+
+/// Rows of I in the smallest task, and in one partial sum of the routing weights' gradient.
+inline constexpr std::int64_t kIntermediateUnit = 128;
+
+Blocking ChooseBlocking(const BlockingQuery& query);
+
+/// While it lives, ChooseBlocking returns `blocking`. For tests; not thread safe.
+class ScopedBlocking {
+ public:
+  explicit ScopedBlocking(const Blocking& blocking);
+  ~ScopedBlocking();
+  ScopedBlocking(const ScopedBlocking&) = delete;
+  ScopedBlocking& operator=(const ScopedBlocking&) = delete;
+};
+
+}  // namespace moesaic

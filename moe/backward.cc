@@ -1,0 +1,109 @@
+#include "moe/backward.h"
+
+#include <algorithm>
+#include <vector>
+
+
+#include "cpu_kernels/tensor_access.h"
+#include "moe/backward_pass.h"
+#include "moe/phases.h"
+
+namespace moesaic::moe {
+
+std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, const LayerConfig& config, const LoraCall& lora) {
+  Carver carver(memory);
+  const auto take = [&](bool wanted, std::int64_t r, std::int64_t c) {
+    if (!wanted) return TileMatrix{};
+    TileMatrix tiles = TileMatrix::Activations(nullptr, r, c);
+    tiles.data = carver.Take<BFloat16>(tiles.size());
+    return tiles;
+  };
+  const std::int64_t h = config.hidden_size, inner = config.intermediate_size;
+  const std::int64_t r1 = lora.padded_input_rank(), r2 = lora.padded_down_rank();
+  const bool d_b = lora.wants(kLoraBGate) || lora.wants(kLoraBUp);
+  d = take(true, rows, h);
+  q = take(r2 > 0, rows, r2);
+  d_gate = take(true, rows, inner);
+  d_up = take(true, rows, inner);
+  p = take(r1 > 0, rows, r1);
+  d_weight = carver.Take<float>(CeilDiv(inner, kIntermediateUnit) * rows);
+  d_stored = take(lora.wants(kLoraBDownT), rows, h);
+  wv_t = take(lora.wants(kLoraBDownT), r2, rows);
+  wq_stored = take(lora.wants(kLoraADownT), rows, r2);
+  z_t = take(lora.wants(kLoraADownT), inner, rows);
+  d_gate_t = take(d_b, inner, rows);
+  d_up_t = take(d_b, inner, rows);
+  low_stored = take(d_b, rows, r1);
+  p_t = take(lora.wants(kLoraA), r1, rows);
+  x_stored = take(lora.wants(kLoraA), rows, h);
+  return carver.used();
+}
+
+BackwardPass::BackwardPass(const LayerConfig& config, const PackedWeights& weights, const BackwardArgs& args,
+                           const threadpool::Pool& pool)
+    : Pass(config, weights, args.lora, args.d_lora, args.weights.shape[0], args.weights.shape[1], pool), args_(args) {
+  routing = args.saved->routing;
+  const std::int64_t slots = tokens * top_k;
+  workspace->tokens.Ensure(slots);
+  auto* used = static_cast<std::uint8_t*>(workspace->tokens.data());
+  std::fill(used, used + slots, std::uint8_t{0});
+  const std::int32_t* offsets = routing;
+  for (std::int64_t s = 0; s < offsets[config.num_experts]; ++s) used[routing[config.num_experts + 1 + s]] = 1;
+  slot_used_ = used;
+}
+
+BackwardBuffers BackwardPass::BuffersOf(std::int64_t job) const {
+  BackwardBuffers buffers;
+  buffers.Bind(JobMemory(job), RoundUp(jobs[job].rows, kTileColumns), config, lora);
+  return buffers;
+}
+
+void BackwardPass::LoadWeights(const Job& job, float* routing_weights) const {
+  const std::int32_t* slots = Slots(job);
+  for (std::int64_t i = 0; i < job.rows; ++i) routing_weights[i] = LoadFloat(args_.weights, slots[i] / top_k, slots[i] % top_k);
+}
+
+bool BackwardPass::wants_gate_up() const { return args_.d_hidden.defined() || lora.wants(kLoraA); }
+
+void BackwardPass::Run(threadpool::Pool& pool) {
+  Plan();
+  hidden_ = MakeRowSource(args_.hidden, workspace->dense_hidden);
+  d_out_ = MakeRowSource(args_.d_out, workspace->dense);
+  if (args_.d_hidden.defined()) {
+    workspace->rows.Ensure(tokens * top_k * padded_hidden * static_cast<std::int64_t>(sizeof(BFloat16)));
+  }
+  if (args_.d_weights.defined()) {
+    for (std::int64_t s = 0; s < tokens * top_k; ++s) {
+      if (slot_used_[s] == 0) StoreFloat(args_.d_weights, s / top_k, s % top_k, 0, 0.0f);
+    }
+  }
+  BackwardBuffers measure;
+  Allocate(measure.Bind(nullptr, most_rows, config, lora));
+
+  std::vector<Stage> stages;
+  stages.push_back({Task<&BackwardPass::ScatterAndPack>, 1});
+  stages.push_back({Task<&BackwardPass::DownBase>, intermediate_parts()});
+  if (lora.wants(kLoraBGate) || lora.wants(kLoraBUp) || lora.wants(kLoraADownT)) {
+    stages.push_back({Task<&BackwardPass::SumIntermediate>, intermediate_parts(), true});
+  }
+  stages.push_back({Task<&BackwardPass::GateUpLora>, 1});
+  if (lora.wants(kLoraA) || lora.wants(kLoraBDownT)) {
+    stages.push_back({Task<&BackwardPass::SumHidden>, hidden_parts(), true});
+  }
+  if (args_.d_hidden.defined()) stages.push_back({Task<&BackwardPass::GateUpBase>, hidden_parts()});
+  const TaskId computed = AddJobs(this, stages);
+  if (args_.d_hidden.defined()) {
+    for (std::int64_t t = 0; t < tokens; t += blocking.tokens_per_merge) {
+      graph.AddEdge(computed, graph.Add([](void* self, std::int64_t i, int) { Self(self).Merge(i); }, this, t));
+    }
+  }
+  pool.Run(graph);
+}
+
+void RunBackward(const LayerConfig& config, const PackedWeights& weights, const BackwardArgs& args, threadpool::Pool& pool) {
+  PhaseRange range(Phase::kBackward);
+  BackwardPass pass(config, weights, args, pool);
+  pass.Run(pool);
+}
+
+}  // namespace moesaic::moe

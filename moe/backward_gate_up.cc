@@ -1,0 +1,164 @@
+// The gate and up half of the backward: dX_e = dG W_g + dU W_u + s P A, and the sums over an expert's rows that run along H.
+#include <algorithm>
+#include <vector>
+#include <array>
+
+#include "cpu_kernels/tensor_access.h"
+#include "moe/backward_pass.h"
+#include "moe/phases.h"
+
+namespace moesaic::moe {
+
+void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
+  PhaseRange parent(Phase::kBackwardGateUp);
+  const Job& job = jobs[index];
+  BackwardBuffers buffers;
+  {
+    PhaseRange range(Phase::kGU0Prepare);
+    buffers = BuffersOf(index);
+  }
+  const std::int32_t* slots = Slots(job);
+  if (args_.d_weights.defined()) {
+    PhaseRange range(Phase::kA1SiluBackward);
+    const std::int64_t capacity = RoundUp(job.rows, kTileColumns);
+    for (std::int64_t i = 0; i < job.rows; ++i) {
+      float sum = 0.0f;
+      for (std::int64_t unit = 0; unit < CeilDiv(config.intermediate_size, kIntermediateUnit); ++unit) {
+        sum += buffers.d_weight[unit * capacity + i];
+      }
+      StoreFloat(args_.d_weights, slots[i] / top_k, slots[i] % top_k, 0, sum);
+    }
+  }
+  if (lora.input_rank() == 0 || !wants_gate_up()) return;
+  const void* rows[256];
+  if (buffers.x_stored.data != nullptr) {
+    PhaseRange range(Phase::kGU2PackForLora);
+    for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = hidden_.Row(slots[i] / top_k);
+    PackRowsArgs pack;
+    pack.rows = rows;
+    pack.dtype = hidden_.dtype;
+    pack.count = job.rows;
+    pack.columns = config.hidden_size;
+    pack.stored = buffers.x_stored;
+    pack.panels = buffers.x_stored.panels;
+    pack.tile_columns = buffers.x_stored.columns;
+    kernels.pack_rows(pack);
+  }
+  PhaseRange pass(Phase::kGU3LoraPassGate);
+  PhaseRange range(Phase::kGU3GateP);
+  const ExpertLora& expert = LoraOf(job);
+  const std::array segments{GemmSegment{expert.matrix[kLoraBGate], buffers.d_gate},
+                            GemmSegment{expert.matrix[kLoraBUp], buffers.d_up}};
+  const std::int64_t rank = lora.padded_input_rank(), panels = CeilDiv(job.rows, kPanelRows), ld = panels * kPanelRows;
+  UnpackGemmArgs gemm;
+  gemm.segments = segments;
+  gemm.panels = panels;
+  gemm.columns = rank / kTileColumns;
+  const std::int64_t scratch = UnpackScratchElements(gemm.segments, 1);
+  Carver carver(ThreadScratch(2 * ld * rank * static_cast<std::int64_t>(sizeof(float)) + 2 * scratch + 192));
+  float* p = carver.Take<float>(ld * rank);
+  float* p_t = carver.Take<float>(ld * rank);
+  gemm.c = p;
+  gemm.ldc = rank;
+  gemm.scratch = carver.Take<BFloat16>(scratch);
+  kernels.unpack_gemm(gemm);
+  range.AddWork(4.0 * job.rows * lora.input_rank() * config.intermediate_size, 0);
+  for (std::int64_t i = 0; i < job.rows; ++i) {
+    for (std::int64_t k = 0; k < rank; ++k) p[i * rank + k] *= lora.input_scale()[k];
+    rows[i] = p + i * rank;
+  }
+  PackRowsArgs pack;
+  pack.rows = rows;
+  pack.count = job.rows;
+  pack.columns = rank;
+  pack.operand = buffers.p;
+  pack.panels = buffers.p.panels;
+  pack.tile_columns = buffers.p.columns;
+  kernels.pack_rows(pack);
+  if (buffers.p_t.data == nullptr) return;
+  TransposeSmall(p, rank, job.rows, rank, p_t, ld);
+  std::vector<const void*> ranks(static_cast<std::size_t>(rank));
+  for (std::int64_t k = 0; k < rank; ++k) ranks[k] = p_t + k * ld;
+  pack.rows = ranks.data();
+  pack.count = rank;
+  pack.columns = job.rows;
+  pack.operand = buffers.p_t;
+  pack.panels = buffers.p_t.panels;
+  pack.tile_columns = buffers.p_t.columns;
+  kernels.pack_rows(pack);
+}
+
+void BackwardPass::SumHidden(std::int64_t index, std::int64_t part) {
+  const Job& job = jobs[index];
+  const BackwardBuffers buffers = BuffersOf(index);
+  const ExpertLora& expert = LoraOf(job);
+  const Range columns = ColumnsOf(part);
+  const auto sum = [&](Phase phase, LoraMatrix m, const TileMatrix& left, const TileMatrix& right) {
+    if (!lora.wants(m)) return;
+    PhaseRange range(phase);
+    const GemmSegment segment{right, left};
+    UnpackGemmArgs gemm;
+    gemm.segments = {&segment, 1};
+    gemm.panels = left.panels;
+    gemm.first_column = columns.begin;
+    gemm.columns = columns.end - columns.begin;
+    gemm.ldc = padded_hidden;
+    gemm.c = expert.gradient[m] + columns.begin * kTileColumns;
+    gemm.accumulate = job.previous >= 0;
+    gemm.columns_per_group = std::min<std::int64_t>(gemm.columns, kSuperblock);
+    gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments, gemm.columns_per_group) * 2));
+    kernels.unpack_gemm(gemm);
+    range.AddWork(2.0 * job.rows * gemm.panels * kPanelRows * gemm.columns * kTileColumns, 0);
+  };
+  sum(Phase::kGU3GateDA, kLoraA, buffers.p_t, buffers.x_stored);
+  sum(Phase::kD4LoraGrad, kLoraBDownT, buffers.wv_t, buffers.d_stored);
+}
+
+void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
+  PhaseRange parent(Phase::kBackwardGateUp);
+  PhaseRange range(Phase::kGU1BasePassGate);
+  const Job& job = jobs[index];
+  const BackwardBuffers buffers = BuffersOf(index);
+  std::array<GemmSegment, 3> segments{GemmSegment{weights.gate(job.expert), buffers.d_gate},
+                                      GemmSegment{weights.up(job.expert), buffers.d_up}, {}};
+  const bool with_lora = lora.input_rank() > 0;
+  if (with_lora) segments[2] = {LoraOf(job).matrix[kLoraA], buffers.p};
+  BFloat16* rows[256] = {};
+  const std::int32_t* slots = Slots(job);
+  for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
+  const Range columns = ColumnsOf(part);
+  UnpackGemmArgs gemm;
+  gemm.segments = {segments.data(), with_lora ? std::size_t{3} : std::size_t{2}};
+  gemm.panels = CeilDiv(job.rows, kPanelRows);
+  gemm.first_column = columns.begin;
+  gemm.columns = columns.end - columns.begin;
+  gemm.rows = rows;
+  gemm.columns_per_group = std::min(blocking.unpack_columns, gemm.columns);
+  gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments, gemm.columns_per_group) * 2));
+  kernels.unpack_gemm(gemm);
+  range.AddWork(4.0 * job.rows * config.intermediate_size * gemm.columns * kTileColumns,
+                4.0 * config.intermediate_size * gemm.columns * kTileColumns);
+}
+
+void BackwardPass::Merge(std::int64_t first) {
+  PhaseRange range(Phase::kGU4Merge);
+  const BFloat16* all = static_cast<const BFloat16*>(workspace->rows.data());
+  const std::int64_t end = std::min(first + blocking.tokens_per_merge, tokens);
+  std::vector<const BFloat16*> rows(static_cast<std::size_t>(top_k));
+  const std::vector<float> ones(static_cast<std::size_t>(top_k), 1.0f);
+  for (std::int64_t t = first; t < end; ++t) {
+    MergeRowsArgs merge;
+    for (std::int64_t j = 0; j < top_k; ++j) {
+      if (slot_used_[t * top_k + j] != 0) rows[merge.count++] = all + (t * top_k + j) * padded_hidden;
+    }
+    merge.rows = rows.data();
+    merge.weights = ones.data();
+    merge.columns = config.hidden_size;
+    merge.out = static_cast<char*>(args_.d_hidden.data) + t * args_.d_hidden.stride[0] * SizeOf(args_.d_hidden.dtype);
+    merge.dtype = args_.d_hidden.dtype;
+    merge.out_stride = args_.d_hidden.stride[1];
+    kernels.merge_rows(merge);
+  }
+}
+
+}  // namespace moesaic::moe

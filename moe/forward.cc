@@ -1,0 +1,301 @@
+#include "moe/forward.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "cpu_kernels/tensor_access.h"
+#include "moe/pass.h"
+#include "moe/phases.h"
+
+namespace moesaic::moe {
+namespace {
+
+/// Activations of one job between its stages.
+struct ForwardBuffers {
+  TileMatrix x;    ///< pairs [rows][H]
+  TileMatrix low;  ///< pairs [rows][R1]: s X A^T of gate and up
+  TileMatrix z;    ///< operand [rows][I]
+  TileMatrix v;    ///< operand [rows][R2]: s Z A_d^T
+
+  std::int64_t Bind(void* memory, std::int64_t rows, const LayerConfig& config, const LoraCall& lora) {
+    Carver carver(memory);
+    const auto take = [&](std::int64_t columns) {
+      TileMatrix tiles = TileMatrix::Activations(nullptr, rows, columns);
+      tiles.data = carver.Take<BFloat16>(tiles.size());
+      return tiles;
+    };
+    x = take(config.hidden_size);
+    low = take(lora.input_rank());
+    z = take(config.intermediate_size);
+    v = take(lora.down_rank());
+    return carver.used();
+  }
+};
+
+class ForwardPass : public Pass {
+ public:
+  ForwardPass(const LayerConfig& config, const PackedWeights& weights, const ForwardArgs& args, threadpool::Pool& pool)
+      : Pass(config, weights, args.lora, {}, args.ids.shape[0], args.ids.shape[1], pool), args_(args) {}
+
+  void Run(threadpool::Pool& pool) {
+    {
+      PhaseRange range(Phase::kRouting);
+      Route();
+    }
+    {
+      PhaseRange range(Phase::kAllocate);
+      AllocateAndBuild();
+    }
+    pool.Run(graph);
+  }
+
+ private:
+  void Route() {
+    const std::int64_t slots = tokens * top_k;
+    const std::int64_t routing_size = config.num_experts + 1 + slots;
+    Carver sizes;
+    sizes.Take<std::int32_t>(routing_size);
+    sizes.Take<float>(slots);
+    workspace->tokens.Ensure(sizes.used());
+    Carver carver(workspace->tokens.data());
+    std::int32_t* own = carver.Take<std::int32_t>(routing_size);
+    slot_weights_ = carver.Take<float>(slots);
+    std::int32_t* target = args_.saved != nullptr ? args_.saved->routing : own;
+    BuildRouting(config, args_.ids, target);
+    routing = target;
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      for (std::int64_t j = 0; j < top_k; ++j) slot_weights_[t * top_k + j] = LoadFloat(args_.weights, t, j);
+    }
+    Plan();
+  }
+
+  void AllocateAndBuild() {
+    hidden_ = MakeRowSource(args_.hidden, workspace->dense);
+    workspace->rows.Ensure(tokens * top_k * padded_hidden * static_cast<std::int64_t>(sizeof(BFloat16)));
+    ForwardBuffers measure;
+    Allocate(measure.Bind(nullptr, most_rows, config, lora));
+    const std::array stages = {
+        Stage{[](void* self, std::int64_t i, int) { Self(self).PackInput(TaskIndex::Job(i)); }, 1},
+        Stage{[](void* self, std::int64_t i, int) { Self(self).GateUp(TaskIndex::Job(i), TaskIndex::Part(i)); },
+              intermediate_parts()},
+        Stage{[](void* self, std::int64_t i, int) { Self(self).DownLora(TaskIndex::Job(i)); }, 1},
+        Stage{[](void* self, std::int64_t i, int) { Self(self).Down(TaskIndex::Job(i), TaskIndex::Part(i)); }, hidden_parts()},
+    };
+    const TaskId computed = AddJobs(this, stages);
+    for (std::int64_t t = 0; t < tokens; t += blocking.tokens_per_merge) {
+      graph.AddEdge(computed, graph.Add([](void* self, std::int64_t i, int) { Self(self).Merge(i); }, this, t));
+    }
+  }
+
+  static ForwardPass& Self(void* context) { return *static_cast<ForwardPass*>(context); }
+
+  ForwardBuffers BuffersOf(std::int64_t job) const {
+    ForwardBuffers buffers;
+    buffers.Bind(JobMemory(job), RoundUp(jobs[job].rows, kTileColumns), config, lora);
+    return buffers;
+  }
+
+  /// X_e as pairs, and s X_e A^T of gate and up.
+  void PackInput(std::int64_t index) {
+    const Job& job = jobs[index];
+    const ForwardBuffers buffers = BuffersOf(index);
+    {
+      PhaseRange range(Phase::kPackInput);
+      const void* rows[256];
+      const std::int32_t* slots = Slots(job);
+      for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = hidden_.Row(slots[i] / top_k);
+      PackRowsArgs pack;
+      pack.rows = rows;
+      pack.dtype = hidden_.dtype;
+      pack.count = job.rows;
+      pack.columns = config.hidden_size;
+      pack.pairs = buffers.x;
+      pack.panels = buffers.x.panels;
+      pack.tile_columns = buffers.x.columns;
+      kernels.pack_rows(pack);
+    }
+    if (lora.input_rank() == 0) return;
+    PhaseRange range(Phase::kGateUpLora);
+    const std::int64_t rank = lora.padded_input_rank(), panels = CeilDiv(job.rows, kPanelRows), ld = panels * kPanelRows;
+    Carver carver(ThreadScratch(2 * rank * ld * static_cast<std::int64_t>(sizeof(float)) + 128));
+    float* low_t = carver.Take<float>(rank * ld);
+    float* low = carver.Take<float>(rank * ld);
+    const GemmSegment segment{LoraOf(job).matrix[kLoraA], buffers.x};
+    DirectGemmArgs gemm;
+    gemm.segments = {&segment, 1};
+    gemm.panels = rank / kPanelRows;
+    gemm.activation_panels = panels;
+    gemm.c = low_t;
+    gemm.ldc = ld;
+    kernels.direct_gemm(gemm);
+    range.AddWork(2.0 * job.rows * lora.input_rank() * config.hidden_size, 0);
+    TransposeSmall(low_t, ld, rank, job.rows, low, rank);
+    PackLow(job, low, rank, lora.input_rank(), lora.input_scale(), buffers.low, true,
+            args_.saved != nullptr ? args_.saved->gate_up_low : nullptr);
+  }
+
+  /// [rows][rank] fp32, scaled, becomes tiles and what backward needs of it.
+  void PackLow(const Job& job, const float* low, std::int64_t ld, std::int64_t rank, const float* scale, const TileMatrix& tiles,
+               bool pairs, BFloat16* saved) const {
+    const void* rows[256];
+    for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = low + i * ld;
+    PackRowsArgs pack;
+    pack.rows = rows;
+    pack.count = job.rows;
+    pack.columns = rank;
+    pack.column_scale = scale;
+    (pairs ? pack.pairs : pack.operand) = tiles;
+    pack.panels = tiles.panels;
+    pack.tile_columns = tiles.columns;
+    kernels.pack_rows(pack);
+    if (saved == nullptr) return;
+    for (std::int64_t i = 0; i < job.rows; ++i) {
+      for (std::int64_t k = 0; k < rank; ++k) saved[(job.begin + i) * rank + k] = ToBFloat16(low[i * ld + k] * scale[k]);
+    }
+  }
+
+  /// G^T, U^T for a range of I, 32 rows at a time, and Z = silu(G) * U while they are in cache.
+  void GateUp(std::int64_t index, std::int64_t part) {
+    const Job& job = jobs[index];
+    const ForwardBuffers buffers = BuffersOf(index);
+    const TileMatrix gate = weights.gate(job.expert), up = weights.up(job.expert);
+    const bool with_lora = lora.input_rank() > 0;
+    std::array<GemmSegment, 2> gate_segments{GemmSegment{gate, buffers.x}, {}}, up_segments{GemmSegment{up, buffers.x}, {}};
+    if (with_lora) {
+      gate_segments[1] = {LoraOf(job).matrix[kLoraBGate], buffers.low};
+      up_segments[1] = {LoraOf(job).matrix[kLoraBUp], buffers.low};
+    }
+    const std::size_t segments = with_lora ? 2 : 1;
+    DirectGemmArgs gemm;
+    gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
+    gemm.ldc = gemm.activation_panels * kPanelRows;
+    Carver carver(ThreadScratch(2 * kTileColumns * gemm.ldc * static_cast<std::int64_t>(sizeof(float))));
+    float* gate_sums = carver.Take<float>(kTileColumns * gemm.ldc);
+    float* up_sums = carver.Take<float>(kTileColumns * gemm.ldc);
+    const Range blocks = BlocksOf(part);
+    for (std::int64_t block = blocks.begin; block < blocks.end; ++block) {
+      gemm.first_panel = 2 * block;
+      gemm.panels = std::min<std::int64_t>(2, gate.panels - gemm.first_panel);
+      {
+        PhaseRange range(Phase::kGateUpGemm);
+        gemm.segments = {gate_segments.data(), segments};
+        gemm.c = gate_sums;
+        gemm.prefetch = {up, gemm.first_panel, gemm.panels, 0, up.columns};
+        kernels.direct_gemm(gemm);
+        gemm.segments = {up_segments.data(), segments};
+        gemm.c = up_sums;
+        gemm.prefetch = {};
+        if (block + 1 < blocks.end) {
+          const std::int64_t next = gemm.first_panel + 2;
+          gemm.prefetch = {gate, next, std::min<std::int64_t>(2, gate.panels - next), 0, gate.columns};
+        }
+        kernels.direct_gemm(gemm);
+        range.AddWork(4.0 * job.rows * kPanelRows * gemm.panels * config.hidden_size,
+                      2.0 * kPanelRows * gemm.panels * config.hidden_size * sizeof(BFloat16));
+      }
+      PhaseRange range(Phase::kActivation);
+      SwigluForwardArgs swiglu;
+      swiglu.gate = gate_sums;
+      swiglu.up = up_sums;
+      swiglu.ld = gemm.ldc;
+      swiglu.tokens = job.rows;
+      swiglu.rows = std::min(kTileColumns, config.intermediate_size - block * kTileColumns);
+      if (args_.saved != nullptr) {
+        const std::int64_t offset = job.begin * config.intermediate_size + block * kTileColumns * job.rows;
+        swiglu.saved_gate = args_.saved->gate + offset;
+        swiglu.saved_up = args_.saved->up + offset;
+      }
+      swiglu.z = buffers.z;
+      swiglu.block = block;
+      kernels.swiglu_forward(swiglu);
+    }
+  }
+
+  /// V = s Z A_d^T.
+  void DownLora(std::int64_t index) {
+    if (lora.down_rank() == 0) return;
+    PhaseRange range(Phase::kDownLora);
+    const Job& job = jobs[index];
+    const ForwardBuffers buffers = BuffersOf(index);
+    const GemmSegment segment{LoraOf(job).matrix[kLoraADownT], buffers.z};
+    const std::int64_t rank = lora.padded_down_rank();
+    UnpackGemmArgs gemm;
+    gemm.segments = {&segment, 1};
+    gemm.panels = CeilDiv(job.rows, kPanelRows);
+    gemm.columns = rank / kTileColumns;
+    const std::int64_t scratch = UnpackScratchElements(gemm.segments, 1);
+    Carver carver(ThreadScratch((gemm.panels * kPanelRows * rank * 2 + scratch) * 2 + 128));
+    float* v = carver.Take<float>(gemm.panels * kPanelRows * rank);
+    gemm.c = v;
+    gemm.ldc = rank;
+    gemm.scratch = carver.Take<BFloat16>(scratch);
+    kernels.unpack_gemm(gemm);
+    range.AddWork(2.0 * job.rows * lora.down_rank() * config.intermediate_size, 0);
+    PackLow(job, v, rank, lora.down_rank(), lora.down_scale(), buffers.v, false,
+            args_.saved != nullptr ? args_.saved->down_low : nullptr);
+  }
+
+  /// Y for a range of H, rounded to bf16, into the row of each slot.
+  void Down(std::int64_t index, std::int64_t part) {
+    PhaseRange range(Phase::kDownGemm);
+    const Job& job = jobs[index];
+    const ForwardBuffers buffers = BuffersOf(index);
+    std::array<GemmSegment, 2> segments{GemmSegment{weights.down_transposed(job.expert), buffers.z}, {}};
+    if (lora.down_rank() > 0) segments[1] = {LoraOf(job).matrix[kLoraBDownT], buffers.v};
+    BFloat16* rows[256] = {};
+    const std::int32_t* slots = Slots(job);
+    for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
+    const Range columns = ColumnsOf(part);
+    UnpackGemmArgs gemm;
+    gemm.segments = {segments.data(), lora.down_rank() > 0 ? std::size_t{2} : std::size_t{1}};
+    gemm.panels = CeilDiv(job.rows, kPanelRows);
+    gemm.first_column = columns.begin;
+    gemm.columns = columns.end - columns.begin;
+    gemm.rows = rows;
+    gemm.columns_per_group = std::min(blocking.unpack_columns, gemm.columns);
+    gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments, gemm.columns_per_group) * 2));
+    kernels.unpack_gemm(gemm);
+    range.AddWork(2.0 * job.rows * config.intermediate_size * gemm.columns * kTileColumns,
+                  2.0 * config.intermediate_size * gemm.columns * kTileColumns);
+  }
+
+  /// out[t] = sum over the token's slots, in their order, of w Y.
+  void Merge(std::int64_t first) {
+    PhaseRange range(Phase::kMerge);
+    const BFloat16* all = static_cast<const BFloat16*>(workspace->rows.data());
+    const std::int64_t end = std::min(first + blocking.tokens_per_merge, tokens);
+    std::vector<const BFloat16*> rows(static_cast<std::size_t>(top_k));
+    std::vector<float> row_weights(static_cast<std::size_t>(top_k));
+    for (std::int64_t t = first; t < end; ++t) {
+      MergeRowsArgs merge;
+      for (std::int64_t j = 0; j < top_k; ++j) {
+        const std::int64_t id = LoadInt(args_.ids, t, j);
+        if (id < 0 || id >= config.num_experts) continue;
+        rows[merge.count] = all + (t * top_k + j) * padded_hidden;
+        row_weights[merge.count++] = slot_weights_[t * top_k + j];
+      }
+      merge.rows = rows.data();
+      merge.weights = row_weights.data();
+      merge.columns = config.hidden_size;
+      merge.out = static_cast<char*>(args_.out.data) + t * args_.out.stride[0] * SizeOf(args_.out.dtype);
+      merge.dtype = args_.out.dtype;
+      merge.out_stride = args_.out.stride[1];
+      kernels.merge_rows(merge);
+    }
+  }
+
+  const ForwardArgs& args_;
+  RowSource hidden_;
+  float* slot_weights_ = nullptr;
+};
+
+}  // namespace
+
+void RunForward(const LayerConfig& config, const PackedWeights& weights, const ForwardArgs& args, threadpool::Pool& pool) {
+  PhaseRange range(Phase::kForward);
+  ForwardPass pass(config, weights, args, pool);
+  pass.Run(pool);
+}
+
+}  // namespace moesaic::moe

@@ -1,0 +1,41 @@
+// From routing to jobs: which rows each expert computes, in pieces that fit a core's cache.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "cpu_kernels/tensor_view.h"
+#include "moe/config.h"
+
+namespace moesaic::moe {
+
+/// Up to ChunkRows() rows of one expert. Rows are slots t * k + j, in ascending order, at [begin, begin + rows) of the routing.
+struct Job {
+  std::int64_t expert;
+  std::int64_t begin;
+  std::int64_t rows;
+  std::int64_t previous;  ///< the job with the rows before these, of the same expert; -1: this is the first
+  bool last;              ///< of its expert
+};
+
+/// Writes the routing: offsets[E + 1], then the slots grouped by expert; returns the number of slots that are not skipped.
+/// ids are validated.
+std::int64_t BuildRouting(const LayerConfig& config, const TensorView& ids, std::int32_t* routing);
+
+/// Jobs in ascending order of experts. An expert's rows are dealt evenly: a short last chunk would read the weights again for
+/// little work.
+std::vector<Job> BuildJobs(const LayerConfig& config, const std::int32_t* routing);
+
+/// The jobs of the experts of one adapter group.
+struct JobGroup {
+  std::int64_t first_expert;           ///< multiple of kLoraGroup
+  std::vector<std::int64_t> experts;   ///< those with rows
+  std::int64_t first_job;
+  std::int64_t jobs;
+};
+
+/// One group for every kLoraGroup experts of the layer, also those without rows.
+std::vector<JobGroup> BuildGroups(const LayerConfig& config, std::span<const Job> jobs);
+
+}  // namespace moesaic::moe

@@ -1,0 +1,215 @@
+#include "moe/pass.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "cpu_kernels/tensor_access.h"
+#include "moe/phases.h"
+
+namespace moesaic::moe {
+namespace {
+
+constexpr std::int64_t kBlocksPerUnit = kIntermediateUnit / kTileColumns;
+
+}  // namespace
+
+RowSource MakeRowSource(const TensorView& tensor, AlignedBuffer& copy) {
+  const std::int64_t rows = tensor.shape[0], columns = tensor.shape[1], size = SizeOf(tensor.dtype);
+  if (tensor.stride[1] == 1 || columns == 1) {
+    return {static_cast<const char*>(tensor.data), tensor.dtype, tensor.stride[0] * size};
+  }
+  copy.Ensure(rows * columns * size);
+  for (std::int64_t i = 0; i < rows; ++i) {
+    for (std::int64_t j = 0; j < columns; ++j) {
+      const std::int64_t from = (i * tensor.stride[0] + j * tensor.stride[1]) * size;
+      std::memcpy(static_cast<char*>(copy.data()) + (i * columns + j) * size, static_cast<const char*>(tensor.data) + from,
+                  static_cast<std::size_t>(size));
+    }
+  }
+  return {static_cast<const char*>(copy.data()), tensor.dtype, columns * size};
+}
+
+void TransposeSmall(const float* in, std::int64_t ld_in, std::int64_t rows, std::int64_t columns, float* out, std::int64_t ld_out) {
+  for (std::int64_t i = 0; i < rows; ++i) {
+    for (std::int64_t j = 0; j < columns; ++j) out[j * ld_out + i] = in[i * ld_in + j];
+  }
+}
+
+Pass::Pass(const LayerConfig& config_, const PackedWeights& weights_, std::span<const LoraAdapter> adapters,
+           std::span<const LoraAdapterGrad> gradients, std::int64_t tokens_, std::int64_t top_k_, const threadpool::Pool& pool)
+    : config(config_),
+      weights(weights_),
+      kernels(ChosenKernels()),
+      lora(config_, adapters, gradients),
+      tokens(tokens_),
+      top_k(top_k_),
+      padded_hidden(RoundUp(config_.hidden_size, kTileColumns)),
+      threads(pool.num_threads()) {}
+
+void Pass::Plan() {
+  jobs = BuildJobs(config, routing);
+  groups = BuildGroups(config, jobs);
+  for (const Job& job : jobs) most_rows = std::max(most_rows, RoundUp(job.rows, kTileColumns));
+  BlockingQuery query;
+  query.jobs = static_cast<std::int64_t>(jobs.size());
+  query.rows = most_rows;
+  query.hidden = config.hidden_size;
+  query.intermediate = config.intermediate_size;
+  query.threads = threads;
+  blocking = ChooseBlocking(query);
+}
+
+std::int64_t Pass::intermediate_parts() const {
+  return CeilDiv(CeilDiv(config.intermediate_size, kIntermediateUnit), blocking.intermediate_units_per_task);
+}
+
+std::int64_t Pass::hidden_parts() const {
+  return CeilDiv(CeilDiv(config.hidden_size, kTileColumns), blocking.hidden_columns_per_task);
+}
+
+Pass::Range Pass::BlocksOf(std::int64_t part) const {
+  const std::int64_t size = blocking.intermediate_units_per_task * kBlocksPerUnit;
+  return {part * size, std::min((part + 1) * size, CeilDiv(config.intermediate_size, kTileColumns))};
+}
+
+Pass::Range Pass::ColumnsOf(std::int64_t part) const {
+  const std::int64_t size = blocking.hidden_columns_per_task;
+  return {part * size, std::min((part + 1) * size, CeilDiv(config.hidden_size, kTileColumns))};
+}
+
+void Pass::Allocate(std::int64_t job_bytes) {
+  const std::int64_t budget = ScratchBudget(threads);
+  const auto count = static_cast<std::int64_t>(jobs.size());
+  job_bytes_ = RoundUp(job_bytes, 64);
+  job_slots_ = std::clamp<std::int64_t>(budget / 2 / std::max<std::int64_t>(job_bytes_, 1), 1, std::max<std::int64_t>(count, 1));
+  workspace->jobs.Ensure(job_slots_ * job_bytes_);
+  if (lora.any()) BindLora();
+}
+
+/// Experts with rows take consecutive places in the ring; a group's places are freed when its gradients are written.
+void Pass::BindLora() {
+  const std::int64_t bytes = RoundUp(lora.expert_bytes(), 64), sums = RoundUp(lora.gradient_bytes(), 64);
+  const std::int64_t group_bytes = kLoraGroup * (bytes + sums);
+  const auto count = static_cast<std::int64_t>(groups.size());
+  group_slots_ = std::clamp<std::int64_t>(ScratchBudget(threads) / 2 / std::max<std::int64_t>(group_bytes, 1), 1, count);
+  workspace->lora.Ensure(group_slots_ * kLoraGroup * bytes);
+  workspace->gradients.Ensure(group_slots_ * kLoraGroup * sums);
+  expert_lora_.resize(static_cast<std::size_t>(config.num_experts));
+  for (std::int64_t g = 0; g < count; ++g) {
+    for (std::size_t x = 0; x < groups[g].experts.size(); ++x) {
+      const std::int64_t place = g % group_slots_ * kLoraGroup + static_cast<std::int64_t>(x);
+      char* gradients = sums > 0 ? static_cast<char*>(workspace->gradients.data()) + place * sums : nullptr;
+      expert_lora_[groups[g].experts[x]] = lora.Bind(static_cast<char*>(workspace->lora.data()) + place * bytes, gradients);
+    }
+  }
+}
+
+void* Pass::JobMemory(std::int64_t job) const {
+  return static_cast<char*>(workspace->jobs.data()) + job % job_slots_ * job_bytes_;
+}
+
+void Pass::PackTask(void* pass, std::int64_t index, int) {
+  const Pass& self = *static_cast<const Pass*>(pass);
+  const JobGroup& group = self.groups[TaskIndex::Job(index)];
+  std::vector<ExpertLora> targets;
+  for (std::int64_t expert : group.experts) targets.push_back(self.expert_lora_[expert]);
+  self.lora.Pack(static_cast<LoraMatrix>(TaskIndex::Part(index)), group.experts, targets);
+}
+
+void Pass::WriteTask(void* pass, std::int64_t index, int) {
+  const Pass& self = *static_cast<const Pass*>(pass);
+  const std::int64_t first = self.groups[TaskIndex::Job(index)].first_expert;
+  const std::int64_t last = std::min(first + kLoraGroup, self.config.num_experts);
+  const std::span<const ExpertLora> all(self.expert_lora_);
+  self.lora.WriteGradients(static_cast<LoraMatrix>(TaskIndex::Part(index)), first,
+                           all.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(last - first)));
+}
+
+TaskId Pass::Join(std::span<const TaskId> tasks) {
+  if (tasks.size() == 1) return tasks.front();
+  const TaskId join = graph.Add([](void*, std::int64_t, int) {}, nullptr, 0);
+  for (TaskId task : tasks) graph.AddEdge(task, join);
+  return join;
+}
+
+std::vector<TaskId> Pass::AddJob(void* context, std::int64_t job, std::span<const Stage> stages, TaskId start,
+                                 std::vector<TaskId>& sums) {
+  std::vector<TaskId> open;           // what the job's end waits for
+  std::vector<TaskId> before{start};  // the last stage that is waited for
+  std::size_t sum_index = 0;
+  std::vector<TaskId> own_sums;
+  for (const Stage& stage : stages) {
+    std::vector<TaskId> tasks;
+    const bool matched = stage.sums && static_cast<std::int64_t>(before.size()) == stage.parts;
+    if (!matched && before.size() > 1 && stage.parts > 1) before = {Join(before)};
+    for (std::int64_t part = 0; part < stage.parts; ++part) {
+      const TaskId task = graph.Add(stage.function, context, TaskIndex::Encode(job, part));
+      tasks.push_back(task);
+      if (matched) {
+        if (before[part] >= 0) graph.AddEdge(before[part], task);
+      } else {
+        for (TaskId previous : before) {
+          if (previous >= 0) graph.AddEdge(previous, task);
+        }
+      }
+      if (!stage.sums) continue;
+      if (jobs[job].previous >= 0) graph.AddEdge(sums[sum_index], task);
+      ++sum_index;
+      own_sums.push_back(task);
+    }
+    if (stage.sums) {
+      open.insert(open.end(), tasks.begin(), tasks.end());
+    } else {
+      before = std::move(tasks);
+    }
+  }
+  open.insert(open.end(), before.begin(), before.end());
+  sums = std::move(own_sums);
+  return open;
+}
+
+TaskId Pass::AddJobs(void* context, std::span<const Stage> stages) {
+  const bool pack = lora.any(), write = lora.wants_any();
+  std::vector<TaskId> job_ends(jobs.size()), slot_ends(group_slots_, -1), all, sums;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const JobGroup& group = groups[g];
+    if (group.jobs == 0 && !write) continue;
+    const auto g_index = static_cast<std::int64_t>(g);
+    TaskId& slot_free = slot_ends[g_index % group_slots_];
+    TaskId packed = -1;
+    if (pack && group.jobs > 0) {
+      std::vector<TaskId> tasks;
+      for (int m = 0; m < kNumLoraMatrices; ++m) {
+        if (lora.rows(static_cast<LoraMatrix>(m)) == 0) continue;
+        tasks.push_back(graph.Add(PackTask, this, TaskIndex::Encode(g_index, m)));
+        if (slot_free >= 0) graph.AddEdge(slot_free, tasks.back());
+      }
+      packed = Join(tasks);
+    }
+    std::vector<TaskId> ends;
+    for (std::int64_t job = group.first_job; job < group.first_job + group.jobs; ++job) {
+      TaskId start = packed;
+      if (job >= job_slots_) {
+        const TaskId memory_free = job_ends[job - job_slots_];
+        start = packed < 0 ? memory_free : Join(std::array{packed, memory_free});
+      }
+      job_ends[job] = Join(AddJob(context, job, stages, start, sums));
+      ends.push_back(job_ends[job]);
+    }
+    if (write) {
+      const TaskId computed = ends.empty() ? -1 : Join(ends);
+      ends.clear();
+      for (int m = 0; m < kNumLoraMatrices; ++m) {
+        if (!lora.wants(static_cast<LoraMatrix>(m))) continue;
+        ends.push_back(graph.Add(WriteTask, this, TaskIndex::Encode(g_index, m)));
+        if (computed >= 0) graph.AddEdge(computed, ends.back());
+      }
+    }
+    all.push_back(Join(ends));
+    if (group.jobs > 0) slot_free = all.back();
+  }
+  return all.empty() ? Join({}) : Join(all);
+}
+
+}  // namespace moesaic::moe

@@ -1,0 +1,120 @@
+// What forward and backward share: the plan of one call.
+//
+// A call is one task graph. For every adapter group there are tasks that pack its adapters, for every job a chain of stages (each
+// split over I or H where there are few jobs), and at the end, over blocks of tokens, the merge. A worker that ends one stage goes
+// on with the next of the same job, whose activations are in its cache.
+//
+// Activations of a job and adapters of a group live in rings of slots: a job's first stage waits for the job whose slot it takes.
+// That bounds memory whatever the number of tokens.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "cpu_kernels/kernels.h"
+#include "cpu_kernels/tile_evaluator.h"
+#include "moe/jobs.h"
+#include "moe/layer.h"
+#include "moe/lora.h"
+#include "moe/packed_weights.h"
+#include "moe/workspace.h"
+
+namespace moesaic::moe {
+
+using threadpool::TaskFunction;
+using threadpool::TaskGraph;
+using threadpool::TaskId;
+
+/// Rows of a [T, H] tensor, contiguous in each row.
+struct RowSource {
+  const char* data = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t row_bytes = 0;
+
+  const void* Row(std::int64_t token) const { return data + token * row_bytes; }
+};
+
+/// The tensor itself where its rows are contiguous, else a copy of it in `copy`.
+RowSource MakeRowSource(const TensorView& tensor, AlignedBuffer& copy);
+
+/// A task index that names a job and a part of its stage.
+struct TaskIndex {
+  static std::int64_t Encode(std::int64_t job, std::int64_t part) { return job << 24 | part; }
+  static std::int64_t Job(std::int64_t index) { return index >> 24; }
+  static std::int64_t Part(std::int64_t index) { return index & 0xffffff; }
+};
+
+/// One stage of a job: the same function for each of its parts, over TaskIndex(job, part).
+struct Stage {
+  TaskFunction function;
+  std::int64_t parts;
+  /// Adds to the sums of the job's expert: waits for the same part of the expert's previous job, so that the order of addition is
+  /// fixed, and the stages behind it do not wait for it.
+  bool sums = false;
+};
+
+class Pass {
+ public:
+  Pass(const LayerConfig& config, const PackedWeights& weights, std::span<const LoraAdapter> adapters,
+       std::span<const LoraAdapterGrad> gradients, std::int64_t tokens, std::int64_t top_k, const threadpool::Pool& pool);
+
+  const LayerConfig& config;
+  const PackedWeights& weights;
+  const KernelTier& kernels;
+  const LoraCall lora;
+  const std::int64_t tokens;
+  const std::int64_t top_k;
+  const std::int64_t padded_hidden;  ///< H rounded up to a tile: row length of workspace->rows
+  const int threads;
+  WorkspaceLease workspace;
+  TaskGraph graph;
+
+  const std::int32_t* routing = nullptr;
+  std::vector<Job> jobs;
+  std::vector<JobGroup> groups;
+  Blocking blocking{};
+  std::int64_t most_rows = 0;  ///< of any job, rounded up to 32
+
+  const std::int32_t* Slots(const Job& job) const { return routing + config.num_experts + 1 + job.begin; }
+
+  /// Parts into which the stages over I and over H are cut, and what a part covers: blocks of 32 rows of I, tile columns of H.
+  struct Range {
+    std::int64_t begin, end;
+  };
+  std::int64_t intermediate_parts() const;
+  std::int64_t hidden_parts() const;
+  Range BlocksOf(std::int64_t part) const;
+  Range ColumnsOf(std::int64_t part) const;
+
+  /// Cuts the routing into jobs and chooses the blocking.
+  void Plan();
+  /// Lays out the rings. @param job_bytes  activations of one job with most_rows rows
+  void Allocate(std::int64_t job_bytes);
+
+  void* JobMemory(std::int64_t job) const;
+  const ExpertLora& LoraOf(const Job& job) const { return expert_lora_[static_cast<std::size_t>(job.expert)]; }
+
+  /// Adds the tasks of the whole call but the merge, and returns one that ends after all of them. `context` is what the stages'
+  /// functions get, and a Pass.
+  TaskId AddJobs(void* context, std::span<const Stage> stages);
+
+ private:
+  void BindLora();
+  TaskId Join(std::span<const TaskId> tasks);
+  /// Tasks of one job; `previous` and `sums` are those of the job before it of the same expert and of this one.
+  std::vector<TaskId> AddJob(void* context, std::int64_t job, std::span<const Stage> stages, TaskId start,
+                             std::vector<TaskId>& sums);
+  static void PackTask(void* pass, std::int64_t index, int worker);
+  static void WriteTask(void* pass, std::int64_t index, int worker);
+
+  std::int64_t job_bytes_ = 0;
+  std::int64_t job_slots_ = 1;
+  std::int64_t group_slots_ = 1;
+  std::vector<ExpertLora> expert_lora_;  ///< by expert; empty entries for those without rows
+};
+
+/// The fp32 columns [rows][ld] of a transposed result [columns][ld_in].
+void TransposeSmall(const float* in, std::int64_t ld_in, std::int64_t rows, std::int64_t columns, float* out, std::int64_t ld_out);
+
+}  // namespace moesaic::moe

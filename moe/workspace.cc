@@ -1,0 +1,71 @@
+#include "moe/workspace.h"
+
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace moesaic::moe {
+namespace {
+
+/// Calls of one process are served in turn, so one workspace is enough for nearly all of them.
+constexpr std::size_t kMostStored = 2;
+
+struct Store {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<Workspace>> free;
+};
+
+Store& GetStore() {
+  static Store* const store = new Store;  // never destroyed: threads may outlive static objects
+  return *store;
+}
+
+std::int64_t Bytes(const Workspace& w) {
+  return w.rows.bytes() + w.jobs.bytes() + w.lora.bytes() + w.gradients.bytes() + w.tokens.bytes() + w.dense.bytes() +
+         w.dense_hidden.bytes();
+}
+
+}  // namespace
+
+WorkspaceLease::WorkspaceLease() {
+  Store& store = GetStore();
+  {
+    const std::lock_guard lock(store.mutex);
+    if (!store.free.empty()) {
+      workspace_ = std::move(store.free.back());
+      store.free.pop_back();
+    }
+  }
+  if (workspace_ == nullptr) workspace_ = std::make_unique<Workspace>();
+}
+
+WorkspaceLease::~WorkspaceLease() {
+  Store& store = GetStore();
+  const std::lock_guard lock(store.mutex);
+  if (store.free.size() < kMostStored) store.free.push_back(std::move(workspace_));
+}
+
+void* ThreadScratch(std::int64_t bytes) {
+  thread_local AlignedBuffer scratch;
+  scratch.Ensure(bytes);
+  return scratch.data();
+}
+
+std::int64_t StoredWorkspaceBytes() {
+  Store& store = GetStore();
+  const std::lock_guard lock(store.mutex);
+  std::int64_t bytes = 0;
+  for (const auto& workspace : store.free) bytes += Bytes(*workspace);
+  return bytes;
+}
+
+void ReleaseWorkspaces() {
+  Store& store = GetStore();
+  std::vector<std::unique_ptr<Workspace>> released;
+  const std::lock_guard lock(store.mutex);
+  released.swap(store.free);
+}
+
+std::int64_t ScratchBudget(int threads) { return (std::int64_t{48} << 20) + (std::int64_t{6} << 20) * threads; }
+
+}  // namespace moesaic::moe

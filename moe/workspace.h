@@ -1,0 +1,45 @@
+// Scratch memory of calls: recycled, because touching fresh pages costs more than using them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "cpu_kernels/aligned_buffer.h"
+
+namespace moesaic::moe {
+
+/// Buffers of one call in flight. Contents are undefined when it is acquired.
+struct Workspace {
+  AlignedBuffer rows;       ///< bf16 [T * k][H]: a row of Y (forward) or dX (backward) for each slot
+  AlignedBuffer jobs;       ///< activations of the jobs in flight
+  AlignedBuffer lora;       ///< packed adapters of the groups in flight
+  AlignedBuffer gradients;  ///< their gradients' fp32 sums
+  AlignedBuffer tokens;     ///< routing weights and tables, a few bytes a slot
+  AlignedBuffer dense;         ///< hidden (forward) or d_out (backward) as contiguous rows, where the caller's are not
+  AlignedBuffer dense_hidden;  ///< the same for hidden in the backward
+};
+
+/// Takes a workspace from the process's store, and returns it there at the end of the scope. Thread safe.
+class WorkspaceLease {
+ public:
+  WorkspaceLease();
+  ~WorkspaceLease();
+  WorkspaceLease(const WorkspaceLease&) = delete;
+  WorkspaceLease& operator=(const WorkspaceLease&) = delete;
+  Workspace* operator->() const { return workspace_.get(); }
+
+ private:
+  std::unique_ptr<Workspace> workspace_;
+};
+
+/// At least `bytes` of memory of the calling thread's own, 64-byte aligned, valid until its next call. Throws std::bad_alloc.
+void* ThreadScratch(std::int64_t bytes);
+
+/// Bytes that stored workspaces hold, and their release. Thread scratch stays with its threads.
+std::int64_t StoredWorkspaceBytes();
+void ReleaseWorkspaces();
+
+/// Bound on jobs + lora + gradients together. With the threads' own scratch they stay below 64 MiB + 8 MiB a thread.
+std::int64_t ScratchBudget(int threads);
+
+}  // namespace moesaic::moe
