@@ -53,12 +53,19 @@ enum class ThreadSource {
   kOpenMp,  ///< the process's OpenMP team, in whose one region the workers steal (beside PyTorch)
 };
 
-/// Threads: every member function may be called from any thread; concurrent Run() calls are served one after the other. Run()
-/// inside a task executes the inner graph on the calling thread alone.
+/// Threads: every member function may be called from any thread; concurrent Run() calls are served one after the other, in the
+/// order in which they came. Run() inside a task of the same pool executes the inner graph on the calling thread alone, with
+/// the `worker` of the task around it: scratch memory indexed by it must not be in use across the inner Run(). A task may call
+/// another pool like any caller, as long as two pools do not call each other.
+///
+/// fork(): the child's pools work, with own threads, even if other threads of the parent were in Run(). A child forked inside a
+/// task must not return from that task.
 class Pool {
  public:
   /// @param num_threads  workers, the caller of Run() among them; 0: MOESAIC_NUM_THREADS, else the cores this process may use
   ///                     (affinity and cgroup quota). May exceed the number of cores.
+  /// Threads are started by the first Run() that needs them. Throws std::invalid_argument naming num_threads or
+  /// MOESAIC_NUM_THREADS (an empty one counts as not set) unless 0 or 1 <= n <= 4096.
   explicit Pool(int num_threads = 0, ThreadSource source = ThreadSource::kOwn);
   ~Pool();
   Pool(const Pool&) = delete;
@@ -68,18 +75,22 @@ class Pool {
   static Pool& Default();
 
   int num_threads() const;
-  /// Waits for running graphs. Throws std::invalid_argument unless 1 <= n <= 4096.
+  /// Waits for running graphs. Throws std::invalid_argument unless 1 <= n <= 4096, std::logic_error inside a task of this pool.
   void SetNumThreads(int n);
 
   ThreadSource source() const;
-  /// Waits for running graphs. After fork(), a child always uses its own threads: libgomp's team does not survive a fork.
+  /// Waits for running graphs. After fork(), a child always uses its own threads, whatever is set here: libgomp's team does not
+  /// survive a fork. Throws std::logic_error inside a task of this pool.
   void SetSource(ThreadSource source);
 
   /// Runs every task of the graph and returns when the last has ended. The first exception that a task throws is rethrown
-  /// here after all running tasks have ended; tasks not yet started are dropped, and the pool stays usable.
+  /// here after all running tasks have ended; tasks not yet started are dropped, and the pool stays usable. The graph must not
+  /// change meanwhile. Throws std::invalid_argument if it has a cycle, std::system_error if a thread cannot be started; then no
+  /// task has run.
   void Run(const TaskGraph& graph);
 
-  /// function(context, i, worker) for every i in [0, count), as tasks without order.
+  /// function(context, i, worker) for every i in [0, count), as tasks without order. Throws std::invalid_argument for a
+  /// negative count or no function, otherwise as Run().
   void ParallelFor(std::int64_t count, TaskFunction function, void* context);
 
   /// The same for a callable: body(std::int64_t i, int worker).

@@ -52,6 +52,7 @@ int LogicalIndexOfAncestor(hwloc_topology_t raw, hwloc_obj_t obj, hwloc_obj_type
 
 Topology Read(hwloc_topology_t raw) {
   Topology topology;
+  topology.is_host = hwloc_topology_is_thissystem(raw) != 0;
   for (hwloc_obj_t obj = nullptr; (obj = hwloc_get_next_obj_by_type(raw, HWLOC_OBJ_NUMANODE, obj)) != nullptr;) {
     Topology::NumaNode node;
     node.os_index = static_cast<int>(obj->os_index);
@@ -131,6 +132,7 @@ Topology Topology::Discover() {
   const Handle handle = MakeHandle();
   if (hwloc_topology_load(handle.get()) != 0) throw std::runtime_error("hwloc cannot describe this machine");
   Topology topology = Read(handle.get());
+  if (!topology.is_host) return topology;  // hwloc's own variables (HWLOC_XMLFILE, ...) name another machine
   const std::vector<int> affinity = ProcessAffinity();
   if (!affinity.empty()) topology.Restrict(affinity);
   topology.cpu_quota = CgroupCpuQuota();
@@ -142,9 +144,7 @@ Topology Topology::FromXml(const std::string& path) {
   if (hwloc_topology_set_xml(handle.get(), path.c_str()) != 0 || hwloc_topology_load(handle.get()) != 0) {
     throw std::invalid_argument("'" + path + "': expected an XML file that hwloc can read");
   }
-  Topology topology = Read(handle.get());
-  topology.is_host = false;
-  return topology;
+  return Read(handle.get());
 }
 
 Topology Topology::FromSynthetic(const std::string& description) {
@@ -152,9 +152,7 @@ Topology Topology::FromSynthetic(const std::string& description) {
   if (hwloc_topology_set_synthetic(handle.get(), description.c_str()) != 0 || hwloc_topology_load(handle.get()) != 0) {
     throw std::invalid_argument("description: '" + description + "', expected hwloc's synthetic notation");
   }
-  Topology topology = Read(handle.get());
-  topology.is_host = false;
-  return topology;
+  return Read(handle.get());
 }
 
 void Topology::Restrict(const std::vector<int>& os_indices) {
