@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from moesaic import _core
 from moesaic.layer import ExpertsLayer, lora_on_cpu, on_cpu
@@ -40,7 +39,6 @@ class _MoeExperts(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         needs = ctx.needs_input_grad
         if d_out is None:
@@ -49,7 +47,26 @@ class _MoeExperts(torch.autograd.Function):
         d_hidden, d_weights, d_lora = ctx.core.backward(
             state, hidden, top_k_weights, tuple(lora_tensors), ctx.lora_layout, d_out, (needs[2], needs[4], *needs[5:])
         )
-        return (None, None, d_hidden, None, d_weights, *d_lora)
+        grads = (None, None, d_hidden, None, d_weights, *d_lora)
+        if torch.is_grad_enabled():  # create_graph=True
+            return _NoSecondDerivative.apply(len(grads), *grads, d_out, hidden, top_k_weights, *lora_tensors)  # type: ignore[no-untyped-call, no-any-return]
+        return grads
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Gives gradients on as functions of what they depend on, whose own derivative is an error.
+
+    `once_differentiable` would let them pass for constants where d_out requires no gradient, and the second derivative
+    would silently lack a term.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *grads_and_inputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return grads_and_inputs[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *d_grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        raise RuntimeError("moesaic.moe_experts can be differentiated only once; its gradients have no derivative")
 
 
 def moe_experts(

@@ -1,0 +1,42 @@
+"""What every Python test shares."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import moesaic
+import pytest
+import torch
+from moesaic import _core
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Every test starts from the same seed, threads and thread source, whatever another one left."""
+    threads, source = moesaic.get_num_threads(), _core.get_thread_source()
+    torch.manual_seed(0)
+    yield
+    moesaic.set_num_threads(threads)
+    _core.set_thread_source(source)
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a program in a fresh interpreter: ``run_python(source, MOESAIC_ISA="portable")``."""
+
+    def run(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", source],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **environment},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    return run
