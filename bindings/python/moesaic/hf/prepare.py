@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from moesaic.hf import packing
@@ -143,7 +144,7 @@ def _refusal(name: str, block: nn.Module) -> str | None:
 
 
 def _prepare_block(name: str, block: nn.Module, weight_format: str, release: bool) -> BlockReport:
-    rounded = any(block._parameters[n].dtype.itemsize != 2 for n in WEIGHTS)  # type: ignore[union-attr]
+    rounded = any(block._parameters[n].dtype != torch.bfloat16 for n in WEIGHTS)  # type: ignore[union-attr]
     layer = packing.packed_layer(block, weight_format)
     return BlockReport(
         name,
