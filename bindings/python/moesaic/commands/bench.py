@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 WEIGHT_FORMATS = ("bf16",)
 
+_MOST_THREADS = 4096  # what a pool takes
 _DEFAULT_RANK = 16
 _DEFAULT_TOKENS = 128
 _DEFAULT_WARMUP = 3
@@ -66,7 +67,7 @@ def _add_layer_options(parser: argparse.ArgumentParser) -> None:
         "--seed", type=_non_negative, default=0, metavar="S", help="of weights, inputs and routing (default 0)"
     )
     how = parser.add_argument_group("measurement")
-    how.add_argument("--threads", type=_positive, metavar="N", help="default: as the engine chooses")
+    how.add_argument("--threads", type=_threads, metavar="N", help="default: as the engine chooses")
     how.add_argument(
         "--warmup", type=_non_negative, metavar="W", help=f"calls before timing (default {_DEFAULT_WARMUP})"
     )
@@ -188,6 +189,12 @@ def _non_negative(text: str) -> int:
 def _rank(text: str) -> int:
     if not text.isdecimal() or int(text) > 256:
         raise argparse.ArgumentTypeError(f"'{text}' is not a rank from 0 to 256")
+    return int(text)
+
+
+def _threads(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of threads from 1 to {_MOST_THREADS}")
     return int(text)
 
 

@@ -1,0 +1,160 @@
+"""`moesaic doctor`."""
+
+import importlib.metadata
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import moesaic
+import pytest
+from moesaic import _core, cli
+from moesaic.commands import host, output
+
+
+def doctor_json(capsys, *options, code=0):
+    assert cli.main(["doctor", "--json", *options]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_of_a_fresh_process():
+    done = subprocess.run(
+        [sys.executable, "-m", "moesaic.cli", "doctor", "--json"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["schema"] == 1 and report["ok"] is True and report["problems"] == []
+    assert report["cpu"]["name"]
+
+
+def test_tiers(capsys):
+    isa = doctor_json(capsys)["isa"]
+    assert isa["chosen"] == moesaic.isa()
+    assert [tier["name"] for tier in isa["tiers"] if tier["chosen"]] == [isa["chosen"]]
+    assert "portable" in [tier["name"] for tier in isa["tiers"]]
+    for tier in isa["tiers"]:
+        assert set(tier) == {"name", "supported", "permitted", "compiled", "chosen", "verified"}
+        runs = tier["supported"] and tier["permitted"] and tier["compiled"]
+        assert tier["verified"] is (True if runs else None), tier
+
+
+def test_limits_and_topology_are_this_process_s(capsys):
+    report = doctor_json(capsys)
+    limits, topology = report["limits"], report["topology"]
+    assert limits["affinity"] == sorted(os.sched_getaffinity(0))
+    assert limits["threads"] == moesaic.get_num_threads()
+    assert 1 <= limits["usable_cores"] <= len(limits["affinity"])
+    assert topology["pus"] >= len(limits["affinity"]) and topology["pus"] >= topology["cores"] >= 1
+    assert 0 < limits["available_memory_bytes"] <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    for name in ("address_space_bytes", "locked_memory_bytes", "data_bytes", "cgroup_memory_bytes"):
+        assert limits[name] is None or limits[name] >= 0
+    assert limits["cpu_quota"] is None or limits["cpu_quota"] > 0
+    assert report["huge_pages"]["transparent"] in (None, "always", "madvise", "never")
+    assert all(row["free"] <= row["total"] for row in report["huge_pages"]["reserved"])
+
+
+def test_an_address_space_limit_lowers_the_available_memory(monkeypatch):
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = used + (200 << 20)
+    real = resource.getrlimit
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda what: (limit, limit) if what == resource.RLIMIT_AS else real(what)
+    )
+    limits = host.limits()
+    assert limits["address_space_bytes"] == limit
+    assert (100 << 20) < limits["available_memory_bytes"] < (300 << 20)
+
+
+def test_a_control_group_lowers_the_available_memory(monkeypatch, tmp_path):
+    above = tmp_path / "above"
+    above.mkdir()
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("5000\n")
+    (above / "memory.max").write_text("100000\n")
+    (above / "memory.current").write_text("30000\n")
+    (above / "memory.stat").write_text("anon 20000\ninactive_file 4000\n")
+    monkeypatch.setattr(host, "_cgroup_folders", lambda: iter([tmp_path, above]))
+    limits = host.limits()
+    assert limits["cgroup_memory_bytes"] == 100000
+    assert limits["available_memory_bytes"] == 100000 - 30000 + 4000
+
+
+def test_versions_and_hook(capsys):
+    report = doctor_json(capsys)
+    versions, hook = report["versions"], report["hook"]
+    assert versions["moesaic"] == moesaic.__version__
+    assert versions["torch"] == importlib.metadata.version("torch")
+    assert hook["registered"] == (versions["transformers"] is not None)
+    assert (hook["reason"] is None) == hook["registered"]
+
+
+def test_measure(capsys):
+    report = doctor_json(capsys, "--measure")
+    ceiling = report["ceiling"]
+    threads = moesaic.get_num_threads()
+    assert ceiling["threads"] == [1, threads]
+    tiers = {tier["name"]: tier for tier in report["isa"]["tiers"]}
+    # FLOP a cycle that no core exceeds, at a clock that none reaches: a wrong count of operations would show.
+    most = {"amx_bf16": 1024, "avx512_bf16": 128, "avx512": 64, "portable": 32}
+    for probe in ceiling["compute"]:
+        tier = tiers.get(probe["isa"])
+        if tier is not None:
+            assert (probe["gflops"] is not None) == (tier["supported"] and tier["permitted"])
+        if probe["gflops"] is not None:
+            for rate, count in zip(probe["gflops"], ceiling["threads"], strict=True):
+                assert 0 < rate < most[probe["isa"]] * 6.5 * count
+    assert [probe["isa"] for probe in ceiling["compute"]] == list(most)
+    assert len(ceiling["read"]) == 2
+    for read in ceiling["read"]:
+        assert 0 < read["gbps"] < 10000
+        assert read["bytes"] >= _core.last_level_cache_bytes()
+
+
+def test_output_for_people(capsys):
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for word in ("portable", "verified", "NUMA", "torch", "RLIMIT_MEMLOCK", f"runs on {moesaic.isa()}"):
+        assert word in text
+
+
+def test_output_without_rich(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    output.Tables().table("A title", ["name", "value"], [["x", "1"], ["longer", "22"]])
+    assert capsys.readouterr().out == "\nA title\n  name    value\n  x       1\n  longer  22\n"
+
+
+def test_wrong_numbers_are_a_failure(capsys, monkeypatch):
+    monkeypatch.setattr(_core, "verify_isa", lambda name: name != "portable")
+    report = doctor_json(capsys, code=1)
+    assert report["ok"] is False
+    assert report["problems"] == ["portable: the kernel's numbers are wrong"]
+    assert cli.main(["doctor"]) == 1
+    assert "problem: portable" in capsys.readouterr().out
+
+
+def test_a_forced_tier_that_is_not_there():
+    done = subprocess.run(
+        [sys.executable, "-m", "moesaic.cli", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "MOESAIC_ISA": "no_such_tier"},
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "no_such_tier" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["doctr"], ["doctor", "--meassure"], ["doctor", "extra"]])
+def test_wrong_usage(capsys, arguments):
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1 and "--help" in captured.err
+
+
+def test_help(capsys):
+    assert cli.main(["doctor", "--help"]) == 0
+    assert "--measure" in capsys.readouterr().out
