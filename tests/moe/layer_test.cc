@@ -6,11 +6,13 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <random>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "cpu_kernels/tensor_access.h"
+#include "cpu_kernels/tile_evaluator.h"
 #include "tests/moe/expect.h"
 
 namespace moesaic::moe {
@@ -184,6 +186,36 @@ TEST(Layer, SameBitsForAnyThreads) {
         EXPECT_TRUE(Equal(RunBackward(other, problem, pool, saved), gradients)) << "with the state that one thread saved";
       }
     }
+  }
+}
+
+TEST(Layer, SameBitsForAnyBlocking) {
+  ProblemSpec spec = MediumSpec();
+  spec.tokens = 300;
+  spec.hidden = 300;
+  spec.intermediate = 290;
+  spec.routing = Routing::kSkewed;
+  const Problem problem(spec);
+  Pool pool(3);
+  const ExpertsLayer layer = MakeLayer(problem, pool);
+  const Saved saved(layer, problem);
+  const Tensor out = RunForward(layer, problem, pool, &saved);
+  const Gradients gradients = RunBackward(layer, problem, pool, saved);
+  std::mt19937_64 random(1);
+  const auto draw = [&](std::int64_t most) {
+    return 1 + static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(most));
+  };
+  for (int trial = 0; trial < 12; ++trial) {
+    const Blocking blocking{.intermediate_units_per_task = draw(4),
+                            .hidden_columns_per_task = draw(12),
+                            .unpack_columns = draw(9),
+                            .tokens_per_merge = draw(100)};
+    SCOPED_TRACE(testing::Message() << blocking.intermediate_units_per_task << " " << blocking.hidden_columns_per_task << " "
+                                    << blocking.unpack_columns << " " << blocking.tokens_per_merge);
+    const ScopedBlocking forced(blocking);
+    const Saved own(layer, problem);
+    EXPECT_TRUE(RunForward(layer, problem, pool, &own) == out);
+    EXPECT_TRUE(Equal(RunBackward(layer, problem, pool, own), gradients));
   }
 }
 

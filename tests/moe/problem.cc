@@ -43,9 +43,9 @@ PairTensors MakePair(const ProblemSpec& spec, const AdapterSpec& adapter, std::i
   pair.a = Tensor(adapter.dtype, {spec.experts, rank, in});
   pair.b = adapter.peft_strides ? Tensor(adapter.dtype, b_shape, {1, rank * spec.experts, spec.experts})
                                 : Tensor(adapter.dtype, b_shape);
-  // So that scale * B A x is about as large as W x: otherwise an error in LoRA would hide behind the base weights.
+  // scale * B A x is a third of W x: large enough that an error in it shows in everything, as large as trained adapters become.
   FillRandom(pair.a.view(), 1.0 / std::sqrt(static_cast<double>(in)), random);
-  FillRandom(pair.b.view(), 1.0 / std::sqrt(static_cast<double>(rank)) / std::fabs(adapter.scale), random);
+  FillRandom(pair.b.view(), 0.33 / std::sqrt(static_cast<double>(rank)) / std::fabs(adapter.scale), random);
   return pair;
 }
 

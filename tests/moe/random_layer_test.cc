@@ -31,12 +31,11 @@ class SpecGenerator {
     spec.top_k = std::min<std::int64_t>(spec.experts, 1 + Below(8));
     spec.hidden = 32 + LogBelow(993);
     spec.intermediate = 32 + LogBelow(993);
-    while (spec.experts * spec.hidden * spec.intermediate > kMaxWeights) {
-      std::int64_t& largest = spec.hidden > spec.intermediate ? spec.hidden : spec.intermediate;
-      (spec.experts > 8 ? spec.experts : largest) /= 2;
-    }
+    while (spec.experts * spec.hidden * spec.intermediate > kMaxWeights) Halve(spec.experts > 8 ? spec.experts : Larger(spec));
     spec.top_k = std::min(spec.top_k, spec.experts);
-    while (spec.tokens * spec.top_k * spec.hidden * spec.intermediate > kMaxWork) spec.tokens /= 2;
+    while (spec.tokens * spec.top_k * spec.hidden * spec.intermediate > kMaxWork) {
+      Halve(Larger(spec) >= 128 ? Larger(spec) : spec.tokens);
+    }
     spec.routing = Below(3) == 0 ? Routing::kSkewed : Routing::kUniform;
     spec.skipped = Below(3) == 0 ? 0.2 : 0.0;
     spec.duplicates = Below(4) == 0;
@@ -53,6 +52,9 @@ class SpecGenerator {
     const double u = static_cast<double>(random_() >> 11) * 0x1p-53;
     return static_cast<std::int64_t>(std::exp(u * std::log(static_cast<double>(n) + 1.0))) - 1;
   }
+
+  static std::int64_t& Larger(ProblemSpec& spec) { return spec.hidden > spec.intermediate ? spec.hidden : spec.intermediate; }
+  static void Halve(std::int64_t& size) { size = (size + 1) / 2; }
 
   AdapterSpec NextAdapter() {
     AdapterSpec adapter;
