@@ -74,7 +74,7 @@ MOESAIC_INLINE void StoreBf16Part(BFloat16* p, F32x16 v, std::int64_t n) {
 MOESAIC_INLINE F32x16 Select(I32x16 mask, F32x16 yes, F32x16 no) { return mask ? yes : no; }
 
 /// e^x with a relative error below 2e-7 for x in [-87, 88], by 2^n times a polynomial of degree 6 (Cephes' expf coefficients);
-/// arguments beyond are clamped, NaN passes through.
+/// 0 to within 1.2e-38 below, infinity above; NaN passes through.
 MOESAIC_INLINE F32x16 Exp(F32x16 x) {
   const F32x16 low = Broadcast(-87.0f), high = Broadcast(88.0f);
   F32x16 y = Select(x < low, low, x);
@@ -95,7 +95,7 @@ MOESAIC_INLINE F32x16 Exp(F32x16 x) {
   const I32x16 power = (__builtin_convertvector(safe, I32x16) + 127) << 23;
   F32x16 scale;
   std::memcpy(&scale, &power, sizeof(scale));
-  return p * scale;
+  return Select(x > high, Broadcast(__builtin_inff()), p * scale);
 }
 
 MOESAIC_INLINE F32x16 Sigmoid(F32x16 x) { return 1.0f / (1.0f + Exp(-x)); }

@@ -22,10 +22,10 @@ std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, const LayerC
   const std::int64_t r1 = lora.padded_input_rank(), r2 = lora.padded_down_rank();
   const bool d_b = lora.wants(kLoraBGate) || lora.wants(kLoraBUp);
   d = take(true, rows, h);
-  q = take(r2 > 0, rows, r2);
+  q = {take(r2 > 0, rows, r2), take(r2 > 0, rows, r2)};
   d_gate = take(true, rows, inner);
   d_up = take(true, rows, inner);
-  p = take(r1 > 0, rows, r1);
+  p = {take(r1 > 0, rows, r1), take(r1 > 0, rows, r1)};
   d_weight = carver.Take<float>(CeilDiv(inner, kIntermediateUnit) * rows);
   d_stored = take(lora.wants(kLoraBDownT), rows, h);
   wv_t = take(lora.wants(kLoraBDownT), r2, rows);

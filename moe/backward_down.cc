@@ -73,22 +73,22 @@ void BackwardPass::DownLoraLow(const Job& job, const BackwardBuffers& buffers) {
   gemm.ldc = ld;
   kernels.direct_gemm(gemm);
   TransposeSmall(q_t, ld, rank, job.rows, q, rank);
-  for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = q + i * rank;
-  PackRowsArgs pack;
-  pack.rows = rows;
-  pack.count = job.rows;
-  pack.columns = r2;
-  pack.column_scale = lora.down_scale();
-  pack.pairs = buffers.q;
-  pack.panels = buffers.q.panels;
-  pack.tile_columns = buffers.q.columns;
-  kernels.pack_rows(pack);
+  for (std::int64_t i = 0; i < job.rows; ++i) {
+    for (std::int64_t k = 0; k < rank; ++k) q[i * rank + k] *= lora.down_scale()[k];
+    rows[i] = q + i * rank;
+  }
   if (buffers.wq_stored.data != nullptr) {
-    pack.pairs = {};
-    pack.stored = buffers.wq_stored;
+    PackRowsArgs pack;
+    pack.rows = rows;
+    pack.count = job.rows;
+    pack.columns = r2;
     pack.row_scale = routing_weights;
+    pack.stored = buffers.wq_stored;
+    pack.panels = buffers.wq_stored.panels;
+    pack.tile_columns = buffers.wq_stored.columns;
     kernels.pack_rows(pack);
   }
+  PackSplit(q, job.rows, r2, rank, TileKind::kPairs, buffers.q);
   if (buffers.wv_t.data == nullptr) return;
   // (w s V)^T: the saved s V, one row for each rank.
   float* wv_t = q_t;
@@ -113,14 +113,17 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   const BackwardBuffers buffers = BuffersOf(index);
   const std::int64_t inner = config.intermediate_size;
   const TileMatrix down = weights.down_transposed(job.expert);
-  std::array<GemmSegment, 2> segments{GemmSegment{down, buffers.d}, {}};
+  std::array<GemmSegment, 3> segments{GemmSegment{down, buffers.d}};
   const bool with_lora = lora.down_rank() > 0;
-  if (with_lora) segments[1] = {LoraOf(job).matrix[kLoraADownT], buffers.q};
+  if (with_lora) {
+    const TileMatrix& a = LoraOf(job).matrix[kLoraADownT];
+    segments = {segments[0], {a, buffers.q.hi}, {a, buffers.q.lo}};
+  }
   float routing_weights[256];
   LoadWeights(job, routing_weights);
 
   DirectGemmArgs gemm;
-  gemm.segments = {segments.data(), with_lora ? std::size_t{2} : std::size_t{1}};
+  gemm.segments = {segments.data(), with_lora ? std::size_t{3} : std::size_t{1}};
   gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
   gemm.ldc = gemm.activation_panels * kPanelRows;
   gemm.c = static_cast<float*>(ThreadScratch(kTileColumns * gemm.ldc * static_cast<std::int64_t>(sizeof(float))));

@@ -65,27 +65,21 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
   range.AddWork(4.0 * job.rows * lora.input_rank() * config.intermediate_size, 0);
   for (std::int64_t i = 0; i < job.rows; ++i) {
     for (std::int64_t k = 0; k < rank; ++k) p[i * rank + k] *= lora.input_scale()[k];
-    rows[i] = p + i * rank;
   }
-  PackRowsArgs pack;
-  pack.rows = rows;
-  pack.count = job.rows;
-  pack.columns = rank;
-  pack.operand = buffers.p;
-  pack.panels = buffers.p.panels;
-  pack.tile_columns = buffers.p.columns;
-  kernels.pack_rows(pack);
-  if (buffers.p_t.data == nullptr) return;
-  TransposeSmall(p, rank, job.rows, rank, p_t, ld);
-  std::vector<const void*> ranks(static_cast<std::size_t>(rank));
-  for (std::int64_t k = 0; k < rank; ++k) ranks[k] = p_t + k * ld;
-  pack.rows = ranks.data();
-  pack.count = rank;
-  pack.columns = job.rows;
-  pack.operand = buffers.p_t;
-  pack.panels = buffers.p_t.panels;
-  pack.tile_columns = buffers.p_t.columns;
-  kernels.pack_rows(pack);
+  if (buffers.p_t.data != nullptr) {
+    TransposeSmall(p, rank, job.rows, rank, p_t, ld);
+    std::vector<const void*> ranks(static_cast<std::size_t>(rank));
+    for (std::int64_t k = 0; k < rank; ++k) ranks[k] = p_t + k * ld;
+    PackRowsArgs pack;
+    pack.rows = ranks.data();
+    pack.count = rank;
+    pack.columns = job.rows;
+    pack.operand = buffers.p_t;
+    pack.panels = buffers.p_t.panels;
+    pack.tile_columns = buffers.p_t.columns;
+    kernels.pack_rows(pack);
+  }
+  PackSplit(p, job.rows, rank, rank, TileKind::kOperand, buffers.p);
 }
 
 void BackwardPass::SumHidden(std::int64_t index, std::int64_t part) {
@@ -119,16 +113,20 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   PhaseRange range(Phase::kGU1BasePassGate);
   const Job& job = jobs[index];
   const BackwardBuffers buffers = BuffersOf(index);
-  std::array<GemmSegment, 3> segments{GemmSegment{weights.gate(job.expert), buffers.d_gate},
-                                      GemmSegment{weights.up(job.expert), buffers.d_up}, {}};
+  std::array<GemmSegment, 4> segments{GemmSegment{weights.gate(job.expert), buffers.d_gate},
+                                      GemmSegment{weights.up(job.expert), buffers.d_up}};
   const bool with_lora = lora.input_rank() > 0;
-  if (with_lora) segments[2] = {LoraOf(job).matrix[kLoraA], buffers.p};
+  if (with_lora) {
+    const TileMatrix& a = LoraOf(job).matrix[kLoraA];
+    segments[2] = {a, buffers.p.hi};
+    segments[3] = {a, buffers.p.lo};
+  }
   BFloat16* rows[256] = {};
   const std::int32_t* slots = Slots(job);
   for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
   const Range columns = ColumnsOf(part);
   UnpackGemmArgs gemm;
-  gemm.segments = {segments.data(), with_lora ? std::size_t{3} : std::size_t{2}};
+  gemm.segments = {segments.data(), with_lora ? std::size_t{4} : std::size_t{2}};
   gemm.panels = CeilDiv(job.rows, kPanelRows);
   gemm.first_column = columns.begin;
   gemm.columns = columns.end - columns.begin;

@@ -8,10 +8,10 @@ namespace moesaic::moe {
 /// Activations of one job between its stages. Those that only gradients need are left empty where none is wanted.
 struct BackwardBuffers {
   TileMatrix d;         ///< pairs [rows][H]: D_e
-  TileMatrix q;         ///< pairs [rows][R2]: s D_e B_d
+  SplitTiles q;         ///< pairs [rows][R2]: s D_e B_d
   TileMatrix d_gate;    ///< operand [rows][I]: dG
   TileMatrix d_up;      ///< operand [rows][I]: dU
-  TileMatrix p;         ///< operand [rows][R1]: s (dG B_g + dU B_u)
+  SplitTiles p;         ///< operand [rows][R1]: s (dG B_g + dU B_u)
   float* d_weight;      ///< [units of I][rows]: partial sums of dw
 
   TileMatrix d_stored;    ///< stored [rows][H]: D_e, for dB_d

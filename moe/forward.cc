@@ -14,9 +14,9 @@ namespace {
 /// Activations of one job between its stages.
 struct ForwardBuffers {
   TileMatrix x;    ///< pairs [rows][H]
-  TileMatrix low;  ///< pairs [rows][R1]: s X A^T of gate and up
+  SplitTiles low;  ///< pairs [rows][R1]: s X A^T of gate and up
   TileMatrix z;    ///< operand [rows][I]
-  TileMatrix v;    ///< operand [rows][R2]: s Z A_d^T
+  SplitTiles v;    ///< operand [rows][R2]: s Z A_d^T
 
   std::int64_t Bind(void* memory, std::int64_t rows, const LayerConfig& config, const LoraCall& lora) {
     Carver carver(memory);
@@ -26,9 +26,9 @@ struct ForwardBuffers {
       return tiles;
     };
     x = take(config.hidden_size);
-    low = take(lora.input_rank());
+    low = {take(lora.input_rank()), take(lora.input_rank())};
     z = take(config.intermediate_size);
-    v = take(lora.down_rank());
+    v = {take(lora.down_rank()), take(lora.down_rank())};
     return carver.used();
   }
 };
@@ -131,28 +131,20 @@ class ForwardPass : public Pass {
     kernels.direct_gemm(gemm);
     range.AddWork(2.0 * job.rows * lora.input_rank() * config.hidden_size, 0);
     TransposeSmall(low_t, ld, rank, job.rows, low, rank);
-    PackLow(job, low, rank, lora.input_rank(), lora.input_scale(), buffers.low, true,
+    PackLow(job, low, rank, lora.input_rank(), lora.input_scale(), TileKind::kPairs, buffers.low,
             args_.saved != nullptr ? args_.saved->gate_up_low : nullptr);
   }
 
-  /// [rows][rank] fp32, scaled, becomes tiles and what backward needs of it.
-  void PackLow(const Job& job, const float* low, std::int64_t ld, std::int64_t rank, const float* scale, const TileMatrix& tiles,
-               bool pairs, BFloat16* saved) const {
-    const void* rows[256];
-    for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = low + i * ld;
-    PackRowsArgs pack;
-    pack.rows = rows;
-    pack.count = job.rows;
-    pack.columns = rank;
-    pack.column_scale = scale;
-    (pairs ? pack.pairs : pack.operand) = tiles;
-    pack.panels = tiles.panels;
-    pack.tile_columns = tiles.columns;
-    kernels.pack_rows(pack);
-    if (saved == nullptr) return;
+  /// [rows][rank] fp32, scaled in place, becomes tiles and what backward needs of it.
+  void PackLow(const Job& job, float* low, std::int64_t ld, std::int64_t rank, const float* scale, TileKind kind,
+               const SplitTiles& tiles, BFloat16* saved) const {
     for (std::int64_t i = 0; i < job.rows; ++i) {
-      for (std::int64_t k = 0; k < rank; ++k) saved[(job.begin + i) * rank + k] = ToBFloat16(low[i * ld + k] * scale[k]);
+      for (std::int64_t k = 0; k < rank; ++k) {
+        low[i * ld + k] *= scale[k];
+        if (saved != nullptr) saved[(job.begin + i) * rank + k] = ToBFloat16(low[i * ld + k]);
+      }
     }
+    PackSplit(low, job.rows, rank, ld, kind, tiles);
   }
 
   /// G^T, U^T for a range of I, 32 rows at a time, and Z = silu(G) * U while they are in cache.
@@ -161,12 +153,14 @@ class ForwardPass : public Pass {
     const ForwardBuffers buffers = BuffersOf(index);
     const TileMatrix gate = weights.gate(job.expert), up = weights.up(job.expert);
     const bool with_lora = lora.input_rank() > 0;
-    std::array<GemmSegment, 2> gate_segments{GemmSegment{gate, buffers.x}, {}}, up_segments{GemmSegment{up, buffers.x}, {}};
+    std::array<GemmSegment, 3> gate_segments{GemmSegment{gate, buffers.x}}, up_segments{GemmSegment{up, buffers.x}};
     if (with_lora) {
-      gate_segments[1] = {LoraOf(job).matrix[kLoraBGate], buffers.low};
-      up_segments[1] = {LoraOf(job).matrix[kLoraBUp], buffers.low};
+      const TileMatrix& b_gate = LoraOf(job).matrix[kLoraBGate];
+      const TileMatrix& b_up = LoraOf(job).matrix[kLoraBUp];
+      gate_segments = {gate_segments[0], {b_gate, buffers.low.hi}, {b_gate, buffers.low.lo}};
+      up_segments = {up_segments[0], {b_up, buffers.low.hi}, {b_up, buffers.low.lo}};
     }
-    const std::size_t segments = with_lora ? 2 : 1;
+    const std::size_t segments = with_lora ? 3 : 1;
     DirectGemmArgs gemm;
     gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
     gemm.ldc = gemm.activation_panels * kPanelRows;
@@ -232,7 +226,7 @@ class ForwardPass : public Pass {
     gemm.scratch = carver.Take<BFloat16>(scratch);
     kernels.unpack_gemm(gemm);
     range.AddWork(2.0 * job.rows * lora.down_rank() * config.intermediate_size, 0);
-    PackLow(job, v, rank, lora.down_rank(), lora.down_scale(), buffers.v, false,
+    PackLow(job, v, rank, lora.down_rank(), lora.down_scale(), TileKind::kOperand, buffers.v,
             args_.saved != nullptr ? args_.saved->down_low : nullptr);
   }
 
@@ -241,14 +235,17 @@ class ForwardPass : public Pass {
     PhaseRange range(Phase::kDownGemm);
     const Job& job = jobs[index];
     const ForwardBuffers buffers = BuffersOf(index);
-    std::array<GemmSegment, 2> segments{GemmSegment{weights.down_transposed(job.expert), buffers.z}, {}};
-    if (lora.down_rank() > 0) segments[1] = {LoraOf(job).matrix[kLoraBDownT], buffers.v};
+    std::array<GemmSegment, 3> segments{GemmSegment{weights.down_transposed(job.expert), buffers.z}};
+    if (lora.down_rank() > 0) {
+      const TileMatrix& b = LoraOf(job).matrix[kLoraBDownT];
+      segments = {segments[0], {b, buffers.v.hi}, {b, buffers.v.lo}};
+    }
     BFloat16* rows[256] = {};
     const std::int32_t* slots = Slots(job);
     for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
     const Range columns = ColumnsOf(part);
     UnpackGemmArgs gemm;
-    gemm.segments = {segments.data(), lora.down_rank() > 0 ? std::size_t{2} : std::size_t{1}};
+    gemm.segments = {segments.data(), lora.down_rank() > 0 ? std::size_t{3} : std::size_t{1}};
     gemm.panels = CeilDiv(job.rows, kPanelRows);
     gemm.first_column = columns.begin;
     gemm.columns = columns.end - columns.begin;
