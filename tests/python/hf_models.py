@@ -1,7 +1,7 @@
 """Tiny random transformers models, and how far two of them are apart.
 
-Every model has one block of experts, unless a test asks for more: what routes the tokens then lies before everything that
-the engine computes, so that a rounding error never flips a token to another expert, on no host.
+Every model has one block of experts, unless a test asks for more: what routes the tokens then lies before everything
+that the engine computes, so that a rounding error never flips a token to another expert, on no host.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import moesaic.hf  # noqa: E402
 VOCABULARY = 128
 EXPERTS = 8
 
-#: The layer keeps 5e-3 (relative L2); what lies behind it (norms, the head) may double that, in gradients the router's softmax
-#: and attention add differences of large terms.
+#: The layer keeps 5e-3 (relative L2); what lies behind it (norms, the head) may double that, in gradients the router's
+#: softmax and attention add differences of large terms.
 LOGITS = 1e-2
 GRADIENTS = 3e-2
 
@@ -80,8 +80,8 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 
 def build(model_type: str = "qwen3_moe", **changes: Any) -> Any:
-    """A model in fp32 whose weights are bf16 numbers, experts large enough to dominate what it computes. The test is skipped
-    where this version of transformers does not know the type."""
+    """A model in fp32 whose weights are bf16 numbers, experts large enough to dominate what it computes. The test is
+    skipped where this version of transformers does not know the type."""
     sizes = {**_SIZES, **PLAIN.get(model_type, {}), **changes}
     try:
         config = transformers.AutoConfig.for_model(model_type, **sizes)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import moesaic.hf
 import pytest
 import torch
+
+import moesaic.hf
 from hf_models import LOGITS, assert_same_training, blocks, build, distance, gradients, logits, pair, tokens
 
 peft = pytest.importorskip("peft")
@@ -20,9 +21,12 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def config(*parameters: str, **options: Any) -> Any:
-    """LoRA on `parameters` (both expert weights if none is named), random on both sides so that it counts from the start."""
+    """LoRA on `parameters` (both expert weights if none is named), random on both sides so that it counts from the
+    start."""
     options = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, **options}
-    return peft.LoraConfig(target_modules=options.pop("target_modules", []), target_parameters=parameters or EXPERTS, **options)
+    return peft.LoraConfig(
+        target_modules=options.pop("target_modules", []), target_parameters=parameters or EXPERTS, **options
+    )
 
 
 def adapted(model: Any, *configs: Any) -> Any:

@@ -1,16 +1,17 @@
-"""Models through the engine compute what they compute without it; what the engine cannot serve is refused with the reason."""
+"""Models through the engine compute what they compute without it, and what it cannot serve is refused with a reason."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-import moesaic
-import moesaic.hf
 import pytest
 import torch
-from hf_models import LOGITS, PLAIN, assert_same_training, blocks, build, distance, freeze_experts, logits, pair, tokens
 from torch import nn
+
+import moesaic
+import moesaic.hf
+from hf_models import LOGITS, PLAIN, assert_same_training, blocks, build, distance, freeze_experts, logits, pair, tokens
 
 
 @pytest.mark.parametrize("model_type", PLAIN)
@@ -138,7 +139,7 @@ def test_fp8_weights_refused() -> None:
     (block,) = blocks(model)
     block.requires_grad_(False)
     block.gate_up_proj.data = block.gate_up_proj.data.to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="float8_e4m3fn.*de-quantized"):
+    with pytest.raises(ValueError, match=r"float8_e4m3fn.*de-quantized"):
         moesaic.hf.prepare(model, progress=False)
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import moesaic.hf
 import pytest
 import torch
-from hf_models import LOGITS, blocks, build, distance, each_storage, freeze_experts, logits, tokens
 from torch import nn
+
+import moesaic.hf
+from hf_models import LOGITS, blocks, build, distance, each_storage, freeze_experts, logits, tokens
 
 transformers = pytest.importorskip("transformers")
 
