@@ -6,6 +6,7 @@ import sys
 
 import moesaic
 import pytest
+import torch
 from moesaic import cli
 from moesaic.commands import layer_bench
 
@@ -14,9 +15,10 @@ FAST = ["--warmup", "0", "--reps", "2", "--threads", "1"]
 
 @pytest.fixture(autouse=True)
 def _threads_as_before():
-    threads = moesaic.get_num_threads()
+    threads, torch_threads = moesaic.get_num_threads(), torch.get_num_threads()
     yield
     moesaic.set_num_threads(threads)
+    torch.set_num_threads(torch_threads)
 
 
 def bench_json(capsys, *options, code=0):

@@ -14,7 +14,7 @@ import torch
 import moesaic
 from moesaic import _core
 from moesaic.commands import host, layer_case, layer_reference
-from moesaic.commands.layer_case import LayerShape, Routing, Work
+from moesaic.commands.layer_case import LayerShape, Routing
 from moesaic.commands.layer_data import Adapter, Batch, Weights, make_adapter, make_batch, make_weights
 from moesaic.commands.measure import Ceiling, CeilingProbe, Repetition, fraction_of_limit, median_ceiling, summary
 from moesaic.commands.output import format_bytes
@@ -68,6 +68,7 @@ def run(plan: Plan, progress: Callable[[str], None]) -> dict[str, Any]:
     weights = make_weights(plan.shape, generator, full_copy=bool(plan.peers))
     layer = moesaic.ExpertsLayer(weights.gate_up, weights.down, weight_format=plan.weight_format)
     adapter = make_adapter(plan.shape, generator)
+    _start_autograd()
     cases, repetitions = [], []
     for tokens in plan.tokens:
         case = _Case(plan, weights, layer, adapter, make_batch(plan.shape, tokens, plan.routing, generator))
@@ -83,6 +84,12 @@ def run(plan: Plan, progress: Callable[[str], None]) -> dict[str, Any]:
         "ceiling": {"compute_gflops": ceiling.compute_gflops, "read_gbps": ceiling.read_gbps},
         "cases": cases,
     }
+
+
+def _start_autograd() -> None:
+    """PyTorch loads half a second of modules in its first backward, which is no part of the layer's first call."""
+    x = torch.ones(1, requires_grad=True)
+    torch.autograd.grad(x * 2, [x], torch.ones(1))
 
 
 def failures(document: dict[str, Any]) -> list[str]:
@@ -283,9 +290,12 @@ def _add_limits(case: dict[str, Any], ceiling: Ceiling) -> None:
     }
 
 
-def needed_bytes(plan: Plan) -> Work:
-    """An estimate of the memory that a plan takes: packed weights and, for peers, originals (`forward`), and everything
-    else at its largest (`backward`)."""
+def needed_bytes(plan: Plan) -> tuple[int, int]:
+    """An estimate of the memory that a plan takes.
+
+    Returns:
+        bytes of the weights, packed and, for peers, original; bytes of everything else at its largest.
+    """
     shape = plan.shape
     packed = 2 * shape.experts * shape.weights_per_expert
     resident = packed * (2 if plan.peers else 1)
@@ -295,17 +305,18 @@ def needed_bytes(plan: Plan) -> Work:
         working = 2 * rows * (8 * shape.intermediate + 6 * shape.hidden) + lora
     else:
         working = 2 * rows * (3 * shape.intermediate + shape.hidden)
-    return Work(resident, 2 * lora + working + 2 * 2 * max(plan.tokens) * shape.hidden)
+    read_probe = max(1 << 30, 4 * _core.last_level_cache_bytes())
+    return resident, 2 * lora + working + 2 * 2 * max(plan.tokens) * shape.hidden + read_probe
 
 
 def _check_memory(plan: Plan) -> None:
     """Linux grants more memory than there is and ends the process that uses it: better to say no before."""
-    need = needed_bytes(plan)
-    total = need.forward + need.backward
+    weights, rest = needed_bytes(plan)
+    total = weights + rest
     available = host.available_memory()
     if total > available:
         raise MemoryError(
-            f"needs about {format_bytes(total)} ({total} bytes; {format_bytes(need.forward)} of them for the weights"
+            f"needs about {format_bytes(total)} ({total} bytes; {format_bytes(weights)} of them for the weights"
             f"{', packed and as PyTorch has them' if plan.peers else ''}), {format_bytes(available)} are available;"
             " fewer --experts need less"
         )
