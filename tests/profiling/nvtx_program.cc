@@ -13,12 +13,18 @@ int main() {
   RegisterRange("never opened", "layer");
   {
     Range a(outer);
-    { Range b(inner); }
-    { Range b(inner); }
+    {
+      Range b(inner);
+    }
+    {
+      Range b(inner);
+    }
   }
   const RangeId late = RegisterRange("A1_silu_backward", "backward");  // after the tool was found
   std::thread([&] { Range range(late); }).join();
   moesaic::profiling::SetTimersEnabled(true);
-  { Range a(outer); }
+  {
+    Range a(outer);
+  }
   return 0;
 }
