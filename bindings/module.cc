@@ -53,6 +53,7 @@ py::dict RangeToDict(const profiling::RangeStats& stats) {
   row["threads"] = stats.threads;
   row["flops"] = stats.flops;
   row["bytes"] = stats.bytes;
+  row["apportioned"] = stats.apportioned;
   return row;
 }
 

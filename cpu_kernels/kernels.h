@@ -38,8 +38,12 @@ struct DirectGemmArgs {
   float* c = nullptr;                  ///< [16 panels][ldc], 64-byte aligned rows
   std::int64_t ldc = 0;                ///< elements, a multiple of 16
   bool accumulate = false;             ///< start from C instead of 0
+  BFloat16* scratch = nullptr;         ///< DirectScratchElements(...), 64-byte aligned: decoded weights; null for bf16
   PrefetchRange prefetch;
 };
+
+/// Elements of DirectGemmArgs::scratch: 0 unless a segment's weights have a codec.
+std::int64_t DirectScratchElements(std::span<const GemmSegment> segments);
 
 /// Unpack form: the contraction runs along the rows of the weights.
 ///   C[t][n] (+)= sum over segments, k:  activations[16 first_panel + t][k] * weights[k][32 first_column + n]

@@ -44,15 +44,18 @@ MOESAIC_INLINE F32x16 LoadBf16(const BFloat16* p) {
   return Widen(bits);
 }
 
-/// Nearest, ties to even; NaN stays NaN. By integers and not by VCVTNEPS2BF16, which flushes denormals: what is stored is then
-/// the same on every tier.
+/// Nearest, ties to even; NaN stays NaN. VCVTNEPS2BF16 flushes denormals, as the products do that consume the result.
 MOESAIC_INLINE U16x16 NarrowToBf16(F32x16 v) {
+#if defined(__AVX512BF16__)
+  return (U16x16)_mm512_cvtneps_pbh((__m512)v);
+#else
   U32x16 bits;
   std::memcpy(&bits, &v, sizeof(bits));
   const U32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const U32x16 quiet = (bits >> 16) | 0x40u;
   const U32x16 is_nan = (U32x16)(v != v);
   return __builtin_convertvector((rounded & ~is_nan) | (quiet & is_nan), U16x16);
+#endif
 }
 
 MOESAIC_INLINE void StoreBf16(BFloat16* p, F32x16 v) {

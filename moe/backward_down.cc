@@ -143,6 +143,7 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
       kernels.direct_gemm(gemm);
       range.AddWork(2.0 * job.rows * kPanelRows * gemm.panels * config.hidden_size,
                     2.0 * kPanelRows * gemm.panels * config.hidden_size);
+      if (with_lora) range.Share(Phase::kD4LoraGrad, 2.0 * job.rows * kPanelRows * gemm.panels * lora.down_rank(), 0);
     }
     PhaseRange parent(Phase::kBackwardActivation);
     PhaseRange range(Phase::kA1SiluBackward);

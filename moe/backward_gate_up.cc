@@ -62,7 +62,9 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
   gemm.ldc = rank;
   gemm.scratch = carver.Take<BFloat16>(scratch);
   kernels.unpack_gemm(gemm);
-  range.AddWork(4.0 * job.rows * lora.input_rank() * config.intermediate_size, 0);
+  const double flops = 2.0 * job.rows * lora.input_rank() * config.intermediate_size;
+  range.AddWork(flops, 0);
+  range.Share(Phase::kGU3UpP, flops, 0);
   for (std::int64_t i = 0; i < job.rows; ++i) {
     for (std::int64_t k = 0; k < rank; ++k) p[i * rank + k] *= lora.input_scale()[k];
   }
@@ -134,8 +136,10 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   gemm.columns_per_group = std::min(blocking.unpack_columns, gemm.columns);
   gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments, gemm.columns_per_group) * 2));
   kernels.unpack_gemm(gemm);
-  range.AddWork(4.0 * job.rows * config.intermediate_size * gemm.columns * kTileColumns,
-                4.0 * config.intermediate_size * gemm.columns * kTileColumns);
+  const double columns_done = static_cast<double>(gemm.columns * kTileColumns), inner = config.intermediate_size;
+  range.AddWork(2.0 * job.rows * inner * columns_done, 2.0 * inner * columns_done);
+  range.Share(Phase::kGU1BasePassUp, 2.0 * job.rows * inner * columns_done, 2.0 * inner * columns_done);
+  if (with_lora) range.Share(Phase::kGU3GateDXLora, 2.0 * job.rows * lora.input_rank() * columns_done, 0);
 }
 
 void BackwardPass::Merge(std::int64_t first) {

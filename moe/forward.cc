@@ -100,11 +100,14 @@ class ForwardPass : public Pass {
   void PackInput(std::int64_t index) {
     const Job& job = jobs[index];
     const ForwardBuffers buffers = BuffersOf(index);
+    const void* rows[256];
     {
-      PhaseRange range(Phase::kPackInput);
-      const void* rows[256];
+      PhaseRange range(Phase::kGather);
       const std::int32_t* slots = Slots(job);
       for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = hidden_.Row(slots[i] / top_k);
+    }
+    {
+      PhaseRange range(Phase::kPackInput);
       PackRowsArgs pack;
       pack.rows = rows;
       pack.dtype = hidden_.dtype;
@@ -187,6 +190,7 @@ class ForwardPass : public Pass {
         kernels.direct_gemm(gemm);
         range.AddWork(4.0 * job.rows * kPanelRows * gemm.panels * config.hidden_size,
                       2.0 * kPanelRows * gemm.panels * config.hidden_size * sizeof(BFloat16));
+        if (with_lora) range.Share(Phase::kGateUpLora, 4.0 * job.rows * kPanelRows * gemm.panels * lora.input_rank(), 0);
       }
       PhaseRange range(Phase::kActivation);
       SwigluForwardArgs swiglu;
@@ -255,6 +259,9 @@ class ForwardPass : public Pass {
     kernels.unpack_gemm(gemm);
     range.AddWork(2.0 * job.rows * config.intermediate_size * gemm.columns * kTileColumns,
                   2.0 * config.intermediate_size * gemm.columns * kTileColumns);
+    if (lora.down_rank() > 0) {
+      range.Share(Phase::kDownLora, 2.0 * job.rows * lora.down_rank() * gemm.columns * kTileColumns, 0);
+    }
   }
 
   /// out[t] = sum over the token's slots, in their order, of w Y.

@@ -5,7 +5,6 @@
 #include "cpu_kernels/gemm/tiles.h"
 #include "cpu_kernels/tensor_access.h"
 #include "cpu_kernels/tile_evaluator.h"
-#include "moe/lora.h"
 
 namespace moesaic::moe {
 
@@ -49,12 +48,12 @@ std::vector<Job> BuildJobs(const LayerConfig& config, const std::int32_t* routin
   return jobs;
 }
 
-std::vector<JobGroup> BuildGroups(const LayerConfig& config, std::span<const Job> jobs) {
+std::vector<JobGroup> BuildGroups(const LayerConfig& config, std::span<const Job> jobs, std::int64_t size) {
   std::vector<JobGroup> groups;
   std::size_t job = 0;
-  for (std::int64_t first = 0; first < config.num_experts; first += kLoraGroup) {
+  for (std::int64_t first = 0; first < config.num_experts; first += size) {
     JobGroup group{first, {}, static_cast<std::int64_t>(job), 0};
-    for (; job < jobs.size() && jobs[job].expert < first + kLoraGroup; ++job) {
+    for (; job < jobs.size() && jobs[job].expert < first + size; ++job) {
       if (jobs[job].previous < 0) group.experts.push_back(jobs[job].expert);
       ++group.jobs;
     }

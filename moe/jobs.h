@@ -29,13 +29,13 @@ std::vector<Job> BuildJobs(const LayerConfig& config, const std::int32_t* routin
 
 /// The jobs of the experts of one adapter group.
 struct JobGroup {
-  std::int64_t first_expert;           ///< multiple of kLoraGroup
+  std::int64_t first_expert;           ///< multiple of the group's size
   std::vector<std::int64_t> experts;   ///< those with rows
   std::int64_t first_job;
   std::int64_t jobs;
 };
 
-/// One group for every kLoraGroup experts of the layer, also those without rows.
-std::vector<JobGroup> BuildGroups(const LayerConfig& config, std::span<const Job> jobs);
+/// One group for every `size` experts of the layer, also those without rows.
+std::vector<JobGroup> BuildGroups(const LayerConfig& config, std::span<const Job> jobs, std::int64_t size);
 
 }  // namespace moesaic::moe

@@ -28,7 +28,7 @@ namespace moesaic::moe {
 enum LoraMatrix { kLoraA, kLoraBGate, kLoraBUp, kLoraADownT, kLoraBDownT };
 inline constexpr int kNumLoraMatrices = 5;
 
-/// Experts e with equal e / kLoraGroup are packed together.
+/// Most experts that are packed together. (A group is smaller where the adapters of so many would not fit the scratch memory.)
 inline constexpr std::int64_t kLoraGroup = 16;
 
 /// One expert's adapters in tiles, and where their gradients add up: fp32 [rows][columns] of the same (padded) matrix, null where

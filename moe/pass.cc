@@ -49,7 +49,10 @@ Pass::Pass(const LayerConfig& config_, const PackedWeights& weights_, std::span<
 
 void Pass::Plan() {
   jobs = BuildJobs(config, routing);
-  groups = BuildGroups(config, jobs);
+  const std::int64_t expert_bytes = lora.expert_bytes() + lora.gradient_bytes() + 128;
+  lora_group_ = kLoraGroup;
+  while (lora_group_ > 1 && lora_group_ * expert_bytes > ScratchBudget(threads) / 4) lora_group_ /= 2;
+  groups = BuildGroups(config, jobs, lora_group_);
   for (const Job& job : jobs) most_rows = std::max(most_rows, RoundUp(job.rows, kTileColumns));
   BlockingQuery query;
   query.jobs = static_cast<std::int64_t>(jobs.size());
@@ -90,15 +93,15 @@ void Pass::Allocate(std::int64_t job_bytes) {
 /// Experts with rows take consecutive places in the ring; a group's places are freed when its gradients are written.
 void Pass::BindLora() {
   const std::int64_t bytes = RoundUp(lora.expert_bytes(), 64), sums = RoundUp(lora.gradient_bytes(), 64);
-  const std::int64_t group_bytes = kLoraGroup * (bytes + sums);
+  const std::int64_t group_bytes = lora_group_ * (bytes + sums);
   const auto count = static_cast<std::int64_t>(groups.size());
   group_slots_ = std::clamp<std::int64_t>(ScratchBudget(threads) / 2 / std::max<std::int64_t>(group_bytes, 1), 1, count);
-  workspace->lora.Ensure(group_slots_ * kLoraGroup * bytes);
-  workspace->gradients.Ensure(group_slots_ * kLoraGroup * sums);
+  workspace->lora.Ensure(group_slots_ * lora_group_ * bytes);
+  workspace->gradients.Ensure(group_slots_ * lora_group_ * sums);
   expert_lora_.resize(static_cast<std::size_t>(config.num_experts));
   for (std::int64_t g = 0; g < count; ++g) {
     for (std::size_t x = 0; x < groups[g].experts.size(); ++x) {
-      const std::int64_t place = g % group_slots_ * kLoraGroup + static_cast<std::int64_t>(x);
+      const std::int64_t place = g % group_slots_ * lora_group_ + static_cast<std::int64_t>(x);
       char* gradients = sums > 0 ? static_cast<char*>(workspace->gradients.data()) + place * sums : nullptr;
       expert_lora_[groups[g].experts[x]] = lora.Bind(static_cast<char*>(workspace->lora.data()) + place * bytes, gradients);
     }
@@ -140,7 +143,7 @@ void Pass::PackTask(void* pass, std::int64_t index, int) {
 void Pass::WriteTask(void* pass, std::int64_t index, int) {
   const Pass& self = *static_cast<const Pass*>(pass);
   const std::int64_t first = self.groups[TaskIndex::Job(index)].first_expert;
-  const std::int64_t last = std::min(first + kLoraGroup, self.config.num_experts);
+  const std::int64_t last = std::min(first + self.lora_group_, self.config.num_experts);
   const std::span<const ExpertLora> all(self.expert_lora_);
   self.lora.WriteGradients(static_cast<LoraMatrix>(TaskIndex::Part(index)), first,
                            all.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(last - first)));

@@ -123,6 +123,7 @@ class Pass {
 
   std::int64_t job_bytes_ = 0;
   std::int64_t job_slots_ = 1;
+  std::int64_t lora_group_ = 1;  ///< experts of a group
   std::int64_t group_slots_ = 1;
   std::vector<ExpertLora> expert_lora_;  ///< by expert; empty entries for those without rows
 };

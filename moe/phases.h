@@ -90,6 +90,9 @@ class PhaseRange {
   /// Adds to the work counted for this phase (only read while timers are on).
   void AddWork(double flops, double bytes) { range_.AddWork(flops, bytes); }
 
+  /// This much of the work belongs to a phase that is fused with this one: time is divided by flops, and marked as apportioned.
+  void Share(Phase other, double flops, double bytes) { range_.Share(RangeOf(other), flops, bytes); }
+
  private:
   profiling::Range range_;
 };

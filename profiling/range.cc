@@ -38,6 +38,7 @@ struct Slot {
   std::atomic<std::int64_t> last_ns{0};
   std::atomic<double> flops{0};
   std::atomic<double> bytes{0};
+  std::atomic<bool> apportioned{false};
 };
 
 template <typename T>
@@ -90,6 +91,7 @@ struct Sums {
   int threads = 0;
   double flops = 0;
   double bytes = 0;
+  bool apportioned = false;
 
   void Merge(const Slot& slot, std::int64_t epoch) {
     if (slot.epoch.load(std::memory_order_acquire) != epoch) {
@@ -105,6 +107,7 @@ struct Sums {
     threads += 1;
     flops += slot.flops.load(std::memory_order_relaxed);
     bytes += slot.bytes.load(std::memory_order_relaxed);
+    apportioned |= slot.apportioned.load(std::memory_order_relaxed);
   }
 };
 
@@ -187,6 +190,7 @@ Slot* OwnSlot(RangeId id, std::int64_t start_ns) {
     slot.last_ns.store(start_ns, std::memory_order_relaxed);
     slot.flops.store(0, std::memory_order_relaxed);
     slot.bytes.store(0, std::memory_order_relaxed);
+    slot.apportioned.store(false, std::memory_order_relaxed);
     slot.epoch.store(epoch, std::memory_order_release);
   }
   return &slot;
@@ -266,6 +270,7 @@ std::vector<RangeStats> Snapshot() {
       stats.threads = sums.threads;
       stats.flops = sums.flops;
       stats.bytes = sums.bytes;
+      stats.apportioned = sums.apportioned;
     }
   }
   return result;
@@ -292,13 +297,16 @@ Range::~Range() {
   if (start_ns_ != 0) {
     const std::int64_t end_ns = Now();
     // A range that was open at a Reset() belongs to neither side.
-    Slot* slot = start_ns_ >= current_epoch.load(std::memory_order_relaxed) ? OwnSlot(id_, start_ns_) : nullptr;
-    if (slot != nullptr) {
-      Add(slot->calls, std::int64_t{1});
-      Add(slot->thread_ns, end_ns - start_ns_);
-      // Nested in itself, a range closes before the one that opened first.
-      slot->first_ns.store(std::min(slot->first_ns.load(std::memory_order_relaxed), start_ns_), std::memory_order_relaxed);
-      slot->last_ns.store(end_ns, std::memory_order_relaxed);
+    if (start_ns_ >= current_epoch.load(std::memory_order_relaxed)) {
+      double total = flops_;
+      for (int i = 0; i < shares_; ++i) total += shared_[i].flops;
+      std::int64_t left = end_ns - start_ns_;
+      for (int i = 0; i < shares_ && total > 0; ++i) {
+        const auto part = static_cast<std::int64_t>(static_cast<double>(end_ns - start_ns_) * (shared_[i].flops / total));
+        Count(shared_[i].id, end_ns, part);
+        left -= part;
+      }
+      Count(id_, end_ns, left);
     }
   }
   if (nvtx::Active()) {
@@ -306,11 +314,39 @@ Range::~Range() {
   }
 }
 
+void Range::Count(RangeId id, std::int64_t end_ns, std::int64_t thread_ns) {
+  Slot* slot = OwnSlot(id, start_ns_);
+  if (slot == nullptr) {
+    return;
+  }
+  Add(slot->calls, std::int64_t{1});
+  Add(slot->thread_ns, thread_ns);
+  // Nested in itself, a range closes before the one that opened first.
+  slot->first_ns.store(std::min(slot->first_ns.load(std::memory_order_relaxed), start_ns_), std::memory_order_relaxed);
+  slot->last_ns.store(end_ns, std::memory_order_relaxed);
+  if (shares_ > 0) {
+    slot->apportioned.store(true, std::memory_order_relaxed);
+  }
+}
+
 void Range::AddWork(double flops, double bytes) {
   if (start_ns_ == 0 || start_ns_ < current_epoch.load(std::memory_order_relaxed)) {
     return;
   }
+  flops_ += flops;
   if (Slot* slot = OwnSlot(id_, start_ns_)) {
+    Add(slot->flops, flops);
+    Add(slot->bytes, bytes);
+  }
+}
+
+void Range::Share(RangeId other, double flops, double bytes) {
+  if (start_ns_ == 0 || start_ns_ < current_epoch.load(std::memory_order_relaxed)) {
+    return;
+  }
+  assert(shares_ < 3);
+  shared_[shares_++] = {other, flops};
+  if (Slot* slot = OwnSlot(other, start_ns_)) {
     Add(slot->flops, flops);
     Add(slot->bytes, bytes);
   }

@@ -29,6 +29,7 @@ struct RangeStats {
   int threads = 0;                 ///< threads that entered it
   double flops = 0;                ///< as given by AddWork, summed
   double bytes = 0;
+  bool apportioned = false;  ///< part of its time was measured together with other work and divided by flops (Range::Share)
 };
 
 /// Timers are off until switched on; NVTX ranges are always emitted and cost a predicted branch without a tool.
@@ -48,9 +49,22 @@ class Range {
   /// Adds to the work counted for this range (only read while timers are on).
   void AddWork(double flops, double bytes);
 
+  /// Says that this much of the work done inside belongs to another range, fused with this one: when this range closes, the time
+  /// is divided by flops between the two. At most three others; the tool's view (NVTX) shows this range alone.
+  void Share(RangeId other, double flops, double bytes);
+
  private:
+  struct Shared {
+    RangeId id;
+    double flops;
+  };
+  void Count(RangeId id, std::int64_t end_ns, std::int64_t thread_ns);
+
   RangeId id_;
   std::int64_t start_ns_;
+  double flops_ = 0;
+  int shares_ = 0;
+  Shared shared_[3];
 };
 
 }  // namespace moesaic::profiling

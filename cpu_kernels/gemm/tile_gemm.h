@@ -98,6 +98,13 @@ void Compute(int na, int nb, const CellRun* runs, int count, float* c, std::int6
 
 inline int Least(std::int64_t a, std::int64_t b) { return static_cast<int>(a < b ? a : b); }
 
+/// The stored tiles of a panel from `column` on: where they lie, or decoded to `scratch`.
+inline TileRun WeightRun(const TileMatrix& weights, std::int64_t panel, std::int64_t column, BFloat16* scratch) {
+  if (weights.codec == nullptr) return weights.RunAlongPanel(panel, column);
+  weights.codec->decode(weights, panel, column, weights.columns - column, scratch);
+  return {scratch, kTileElements, weights.columns - column};
+}
+
 /// The left panels of one group as runs; where they started (segment and tile column) tells where the right tiles are.
 struct DirectRuns {
   CellRun runs[kMaxRuns];
@@ -129,6 +136,7 @@ void DirectGemm(const DirectGemmArgs& args) {
     const int na = Least(Cell::kMaxA, args.panels - p);
     float* c = args.c + p * kPanelRows * args.ldc;
     bool accumulate = args.accumulate;
+    BFloat16* decoded = args.scratch;
     group.count = 0;
     for (const GemmSegment& segment : args.segments) {
       for (std::int64_t k = 0; k < segment.weights.columns;) {
@@ -139,12 +147,13 @@ void DirectGemm(const DirectGemmArgs& args) {
         }
         CellRun& run = group.runs[group.count];
         for (int a = 0; a < na; ++a) {
-          const TileRun tiles = segment.weights.RunAlongPanel(args.first_panel + p + a, k);
+          const TileRun tiles = WeightRun(segment.weights, args.first_panel + p + a, k, decoded);
+          if (segment.weights.codec != nullptr) decoded += tiles.length * kTileElements;
           run.a[a] = tiles.data;
           run.a_stride = tiles.stride;
           run.length = tiles.length;
         }
-        run.b_stride = segment.activations.panels * kTileElements;
+        run.b_stride = segment.activations.column_stride * kTileElements;
         group.activations[group.count] = &segment.activations;
         group.column[group.count] = k;
         ++group.count;
@@ -164,6 +173,12 @@ inline void StoreRows(const float* c, std::int64_t ldc, int rows, int columns, B
   }
 }
 
+inline const BFloat16* WeightTile(const TileMatrix& weights, std::int64_t panel, std::int64_t column, BFloat16* scratch) {
+  if (weights.codec == nullptr) return weights.Tile(panel, column);
+  weights.codec->decode(weights, panel, column, 1, scratch);
+  return scratch;
+}
+
 template <class Cell>
 void UnpackColumns(const UnpackGemmArgs& args, std::int64_t column, std::int64_t columns, std::int64_t depth) {
   alignas(64) static constexpr BFloat16 kZeros[kTileElements] = {};
@@ -172,8 +187,9 @@ void UnpackColumns(const UnpackGemmArgs& args, std::int64_t column, std::int64_t
     const std::int64_t panels = segment.weights.panels;
     for (std::int64_t q = 0; q < CeilDiv(panels, 2); ++q) {
       for (std::int64_t n = 0; n < columns; ++n) {
-        const BFloat16* even = segment.weights.Tile(2 * q, column + n);
-        const BFloat16* odd = 2 * q + 1 < panels ? segment.weights.Tile(2 * q + 1, column + n) : kZeros;
+        alignas(64) BFloat16 decoded[2 * kTileElements];
+        const BFloat16* even = WeightTile(segment.weights, 2 * q, column + n, decoded);
+        const BFloat16* odd = 2 * q + 1 < panels ? WeightTile(segment.weights, 2 * q + 1, column + n, decoded + kTileElements) : kZeros;
         BFloat16* low = args.scratch + (2 * n * depth + first + q) * kTileElements;
         Cell::InterleavePanels(even, odd, low, low + depth * kTileElements);
       }
@@ -202,7 +218,7 @@ void UnpackGemm(const UnpackGemmArgs& args) {
         for (const GemmSegment& segment : args.segments) {
           CellRun& run = runs[count++];
           run.length = CeilDiv(segment.weights.panels, 2);
-          run.a_stride = segment.activations.panels * kTileElements;
+          run.a_stride = segment.activations.column_stride * kTileElements;
           run.b_stride = kTileElements;
           for (int a = 0; a < na; ++a) run.a[a] = segment.activations.Tile(args.first_panel + p + a, 0);
           for (int b = 0; b < nb; ++b) run.b[b] = args.scratch + ((b0 + b) * depth + first) * kTileElements;

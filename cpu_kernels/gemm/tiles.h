@@ -39,6 +39,14 @@ struct TileRun {
   std::int64_t length;  ///< tiles
 };
 
+struct TileMatrix;
+
+/// How compressed weights become bf16 tiles. bf16 itself needs none.
+struct TileCodec {
+  /// Writes `count` stored tiles of a panel, from tile column `column` on, one after the other.
+  void (*decode)(const TileMatrix& matrix, std::int64_t panel, std::int64_t column, std::int64_t count, BFloat16* tiles);
+};
+
 /// A non-owning matrix of tiles, 64-byte aligned. What its tiles hold is one of
 ///   stored   16 rows x 32 permuted columns: weights in both forms; activations that a LoRA gradient contracts over
 ///   operand  16 rows x 32 columns in order: the left factor of the unpack form
@@ -47,31 +55,37 @@ struct TileMatrix {
   BFloat16* data = nullptr;
   std::int64_t panels = 0;   ///< rows / 16, rounded up
   std::int64_t columns = 0;  ///< columns / 32, rounded up
-  std::int64_t superblock_panels = kSuperblock;
-  std::int64_t superblock_columns = kSuperblock;
+  /// Activations: tiles from one column to the next. 0: weights, in superblocks.
+  std::int64_t column_stride = 0;
+  /// Weights only: not null where `compressed` holds them in another form, and data is null.
+  const TileCodec* codec = nullptr;
+  const void* compressed = nullptr;
 
   static TileMatrix Weights(BFloat16* data, std::int64_t rows, std::int64_t columns) {
-    return {data, CeilDiv(rows, kPanelRows), CeilDiv(columns, kTileColumns), kSuperblock, kSuperblock};
+    return {data, CeilDiv(rows, kPanelRows), CeilDiv(columns, kTileColumns)};
   }
+  /// With one panel more than needed where columns would otherwise lie a multiple of 4 KB apart and share cache sets.
   static TileMatrix Activations(BFloat16* data, std::int64_t rows, std::int64_t columns) {
     const std::int64_t panels = CeilDiv(rows, kPanelRows);
-    return {data, panels, CeilDiv(columns, kTileColumns), panels, 1};
+    return {data, panels, CeilDiv(columns, kTileColumns), panels % 4 == 0 ? panels + 1 : panels};
   }
 
-  MOESAIC_INLINE std::int64_t size() const { return panels * columns * kTileElements; }
+  MOESAIC_INLINE std::int64_t size() const {
+    return (column_stride != 0 ? column_stride : panels) * columns * kTileElements;
+  }
 
   MOESAIC_INLINE BFloat16* Tile(std::int64_t panel, std::int64_t column) const {
-    const std::int64_t p0 = panel - panel % superblock_panels;
-    const std::int64_t c0 = column - column % superblock_columns;
-    const std::int64_t p_count = p0 + superblock_panels <= panels ? superblock_panels : panels - p0;
-    const std::int64_t c_count = c0 + superblock_columns <= columns ? superblock_columns : columns - c0;
+    if (column_stride != 0) return data + (column * column_stride + panel) * kTileElements;
+    const std::int64_t p0 = panel / kSuperblock * kSuperblock, c0 = column / kSuperblock * kSuperblock;
+    const std::int64_t p_count = p0 + kSuperblock <= panels ? kSuperblock : panels - p0;
+    const std::int64_t c_count = c0 + kSuperblock <= columns ? kSuperblock : columns - c0;
     return data + (p0 * columns + c0 * p_count + (panel - p0) * c_count + (column - c0)) * kTileElements;
   }
 
   /// The tiles of a panel from `column` on, as far as their distance is constant.
   MOESAIC_INLINE TileRun RunAlongPanel(std::int64_t panel, std::int64_t column) const {
-    if (superblock_columns == 1) return {Tile(panel, column), panels * kTileElements, columns - column};
-    const std::int64_t left = superblock_columns - column % superblock_columns;
+    if (column_stride != 0) return {Tile(panel, column), column_stride * kTileElements, columns - column};
+    const std::int64_t left = kSuperblock - column % kSuperblock;
     return {Tile(panel, column), kTileElements, left < columns - column ? left : columns - column};
   }
 };

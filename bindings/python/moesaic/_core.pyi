@@ -28,6 +28,7 @@ class RangeStats(TypedDict):
     threads: int
     flops: float
     bytes: float
+    apportioned: bool
 
 class Layer:
     """Tensors are on the CPU. LoRA tensors come flat, ``(a, b, a, b, ...)``; the layout says what each pair is."""

@@ -33,6 +33,8 @@ class Phase(TypedDict):
     """Threads that entered it, likewise."""
     flops: float
     bytes: float
+    apportioned: bool
+    """Part of the time was measured together with a phase that is fused with this one, and divided by flops."""
 
 
 class Profile:
@@ -108,6 +110,7 @@ class Profile:
             threads=None if self._nested else row["threads"],
             flops=row["flops"] - (base["flops"] if base else 0.0),
             bytes=row["bytes"] - (base["bytes"] if base else 0.0),
+            apportioned=row["apportioned"],
         )
 
 
