@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import moesaic
 import pytest
 import torch
+
+import moesaic
 from moesaic import _core
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-import moesaic
 import torch
 import torch.nn.functional as F
+
+import moesaic
 
 PAIRS = ("gate_up", "gate", "up", "down")
 
@@ -178,6 +180,13 @@ def _make_ids(case: LayerCase, generator: torch.Generator) -> torch.Tensor:
     return ids.to(case.ids_dtype)
 
 
+@lru_cache(maxsize=2)
+def _base_weights(seed: int, e: int, h: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    gate_up_proj = (torch.randn(e, 2 * i, h, generator=generator) * h**-0.5).bfloat16()
+    return gate_up_proj, (torch.randn(e, h, i, generator=generator) * i**-0.5).bfloat16()
+
+
 def _make_adapter(case: LayerCase, adapter: AdapterCase, generator: torch.Generator) -> Adapter:
     h, i, e = case.hidden, case.intermediate, case.experts
     sizes = {"gate_up": (h, 2 * i), "gate": (h, i), "up": (h, i), "down": (i, h)}
@@ -185,7 +194,8 @@ def _make_adapter(case: LayerCase, adapter: AdapterCase, generator: torch.Genera
     for name, r in adapter.ranks.items():
         inputs, outputs = sizes[name]
         a = torch.randn(e * r, inputs, generator=generator) * inputs**-0.5
-        b = torch.randn(outputs, r * e, generator=generator) * r**-0.5 * 0.7
+        # The adapter changes what its projection gives by half as much again: far more than a trained one does.
+        b = torch.randn(outputs, r * e, generator=generator) * r**-0.5 * 0.5 / adapter.scales[name]
         if not adapter.peft:
             a, b = a.view(e, r, inputs), b.view(e, outputs, r)
         leaves += [tensor.to(adapter.dtype).requires_grad_() for tensor in (a, b)]
@@ -194,11 +204,9 @@ def _make_adapter(case: LayerCase, adapter: AdapterCase, generator: torch.Genera
 
 def make_problem(case: LayerCase, draw: int = 0) -> Problem:
     """Values of about unit variance in every intermediate result. Draws differ in everything but the base weights."""
-    generator = torch.Generator().manual_seed(case.seed)
-    e, h, i, t, k = case.experts, case.hidden, case.intermediate, case.tokens, case.top_k
-    gate_up_proj = (torch.randn(e, 2 * i, h, generator=generator) * h**-0.5).bfloat16()
-    down_proj = (torch.randn(e, h, i, generator=generator) * i**-0.5).bfloat16()
-    generator.manual_seed(case.seed + (draw + 1) * 1_000_003)
+    generator = torch.Generator().manual_seed(case.seed + (draw + 1) * 1_000_003)
+    h, t, k = case.hidden, case.tokens, case.top_k
+    gate_up_proj, down_proj = _base_weights(case.seed, case.experts, case.hidden, case.intermediate)
     weights = torch.rand(t, k, generator=generator) + 0.1
     return Problem(
         case,
@@ -227,12 +235,12 @@ def naive_experts(
     """The layer as one would write it first; `pairs` holds (name, a, b, scale) of all adapters."""
     intermediate = down_proj.shape[2]
     rows = {"gate_up": slice(None), "gate": slice(intermediate), "up": slice(intermediate, None), "down": slice(None)}
-    out = torch.zeros_like(hidden)
+    out = 0.0 * hidden  # a function of its input even where no expert has a row
     for expert in range(down_proj.shape[0]):
         tokens, slots = torch.where(ids == expert)
         if len(tokens) == 0:
             continue
-        gate_up, down = gate_up_proj[expert].clone(), down_proj[expert].clone()
+        gate_up, down = gate_up_proj[expert].to(hidden.dtype, copy=True), down_proj[expert].to(hidden.dtype, copy=True)
         for name, a, b, scale in pairs:
             (down if name == "down" else gate_up)[rows[name]] += scale * (b[expert] @ a[expert])
         gate, up = (hidden[tokens] @ gate_up.T).chunk(2, dim=-1)
@@ -250,7 +258,7 @@ def reference(problem: Problem) -> tuple[torch.Tensor, list[torch.Tensor]]:
         rounded = [_rounded(leaf).requires_grad_() for leaf in adapter.leaves]
         leaves += rounded
         pairs += adapter.pairs(rounded)
-    out = naive_experts(hidden, problem.ids, weights, problem.gate_up_proj.float(), problem.down_proj.float(), pairs)
+    out = naive_experts(hidden, problem.ids, weights, problem.gate_up_proj, problem.down_proj, pairs)
     grads = torch.autograd.grad(out, leaves, _rounded(problem.d_out), allow_unused=True, materialize_grads=True)
     return out.detach(), list(grads)
 
