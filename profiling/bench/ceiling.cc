@@ -1,6 +1,7 @@
 #include "profiling/bench/ceiling.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -11,7 +12,6 @@
 #include <set>
 #include <stdexcept>
 #include <thread>
-#include <unistd.h>
 
 #include "cpu_kernels/isa.h"
 #include "profiling/bench/probes.h"
@@ -46,7 +46,8 @@ bool HasAvx2() { return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_sup
 // The first one available counts where a tier stands twice.
 constexpr ComputeKernel kComputeKernels[] = {
     {"amx_bf16", "TDPBF16PS", ComputeAmxBf16, kAmxStepFlops, 1000, [] { return TierRunnable("amx_bf16"); }},
-    {"avx512_bf16", "VDPBF16PS zmm", ComputeAvx512Bf16, kAvx512Bf16StepFlops, 10000, [] { return TierRunnable("avx512_bf16"); }},
+    {"avx512_bf16", "VDPBF16PS zmm", ComputeAvx512Bf16, kAvx512Bf16StepFlops, 10000,
+     [] { return TierRunnable("avx512_bf16"); }},
     {"avx512", "fp32 multiply-add, 512 bits", ComputeAvx512, kAvx512StepFlops, 10000, HasAvx512},
     {"portable", "fp32 multiply-add, 256 bits", ComputeAvx2, kAvx2StepFlops, 10000, HasAvx2},
     {"portable", "fp32 multiply and add, 128 bits", ComputeSse2, kSse2StepFlops, 10000, [] { return true; }},

@@ -10,8 +10,8 @@ namespace moesaic::bench {
 using ComputeLoop = void (*)(std::int64_t steps, float* sink);
 
 /// One way of streaming through memory. `share` is divided into `streams` equal parts that are read side by side; turn t reads
-/// bytes [t, t + 1) * kReadTurnBytes / streams of each. Returns something that depends on all bytes read. share is a multiple of
-/// 64, share_bytes one of kReadTurnBytes, and turn lies in [0, share_bytes / kReadTurnBytes).
+/// bytes [t, t + 1) * kReadTurnBytes / streams of each. Returns something that depends on all bytes read. share is a multiple
+/// of 64, share_bytes one of kReadTurnBytes, and turn lies in [0, share_bytes / kReadTurnBytes).
 struct ReadLoop {
   const char* name;
   std::uint64_t (*read)(const std::byte* share, std::int64_t share_bytes, std::int64_t turn);

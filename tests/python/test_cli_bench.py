@@ -4,9 +4,10 @@ import json
 import subprocess
 import sys
 
-import moesaic
 import pytest
 import torch
+
+import moesaic
 from moesaic import cli
 from moesaic.commands import layer_bench
 

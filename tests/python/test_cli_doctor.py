@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import moesaic
 import pytest
+
+import moesaic
 from moesaic import _core, cli
 from moesaic.commands import host, output
 

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+import moesaic
+from moesaic import _core
 from moesaic.commands import layer_case, layer_reference, measure
 from moesaic.commands.layer_case import LayerShape, Routing, Work, parse_routing, route
 from moesaic.commands.layer_data import make_adapter, make_batch, make_weights, overlapping_weights
@@ -122,8 +125,8 @@ def dense_forward(batch, weights, adapter):
 def test_reference_is_the_layer(rank):
     shape = LayerShape(5, 32, 24, 2, rank)
     weights, adapter = make_weights(shape, generator(1), full_copy=True), make_adapter(shape, generator(2))
-    batch = make_batch(shape, 17, Routing("zipf"), generator(3))
-    expected = layer_reference.reference(batch, weights, adapter, torch.arange(17))
+    batch = make_batch(shape, 9, Routing("zipf"), generator(3))
+    expected = layer_reference.reference(batch, weights, adapter, torch.arange(9))
     out = dense_forward(batch, weights, adapter)
     leaves = [batch.hidden, batch.router, *(adapter.parameters() if adapter else [])]
     d_hidden, d_router, *d_lora = torch.autograd.grad(out, leaves, batch.d_out.float())
@@ -212,3 +215,51 @@ def test_fraction_of_limit_leaves_out_unsteady_repetitions():
     forward_only = [Repetition(20.0, None, fast, fast)]
     assert measure.fraction_of_limit(forward_only, work, few_bytes) == {"forward": pytest.approx(0.5), "backward": None}
     assert measure.median_ceiling(repetitions) == Ceiling(100.0, 10.0)
+
+
+@pytest.fixture
+def pool():
+    """Lets a test change threads and their source."""
+    threads, source = moesaic.get_num_threads(), _core.get_thread_source()
+    yield
+    _core.set_thread_source(source)
+    moesaic.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("source", ["openmp", "own"])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_probes_run_on_any_pool(pool, source, threads):
+    _core.set_thread_source(source)
+    moesaic.set_num_threads(threads)
+    assert _core.measure_compute("portable", threads, 0.005) > 0
+    read = _core.ReadProbe(threads, 1 << 22)
+    assert read.bytes >= 1 << 22 and read.bytes % (threads << 19) == 0
+    assert "byte loads" in read.method
+    assert read.measure(0.005) > 0
+    assert _core.ReadProbe(1, 1).bytes == 1 << 19
+
+
+def test_probes_refuse_what_they_cannot_measure(pool):
+    moesaic.set_num_threads(2)
+    unavailable = [probe["isa"] for probe in _core.compute_probes() if not probe["available"]]
+    for isa in ["no_such_isa", *unavailable]:
+        with pytest.raises(ValueError, match=isa):
+            _core.measure_compute(isa, 1, 0.01)
+    for seconds in (0.0, -1.0, 61.0, float("nan")):
+        with pytest.raises(ValueError, match="seconds"):
+            _core.measure_compute("portable", 1, seconds)
+    for threads in (0, 3):
+        with pytest.raises(ValueError, match="threads"):
+            _core.measure_compute("portable", threads, 0.01)
+        with pytest.raises(ValueError, match="threads"):
+            _core.ReadProbe(threads)
+    with pytest.raises(ValueError, match="bytes"):
+        _core.ReadProbe(1, -1)
+    with pytest.raises(MemoryError):
+        _core.ReadProbe(1, 1 << 60)
+    read = _core.ReadProbe(2, 1 << 20)
+    moesaic.set_num_threads(3)
+    with pytest.raises(ValueError, match="3 threads"):
+        read.measure(0.01)
+    moesaic.set_num_threads(2)
+    assert read.measure(0.001) > 0
