@@ -128,6 +128,26 @@ def test_without_an_adapter(capsys):
     assert case["verified"]["d_lora"] is None and case["verified"]["output"] <= 5e-3
 
 
+def test_sizes_off_the_grid(capsys):
+    sizes = [
+        "--experts",
+        "3",
+        "--hidden",
+        "77",
+        "--intermediate",
+        "45",
+        "--top-k",
+        "1",
+        "--rank",
+        "1",
+        "--tokens",
+        "40",
+    ]
+    document = bench_json(capsys, *sizes, "--verify", "--peers", "torch_loop")
+    (case,) = document["cases"]
+    check_case(document, case)
+
+
 def test_output_for_people_and_stdout_of_a_process(capsys):
     assert cli.main(["bench", "layer", "--preset", "tiny", *FAST, "--verify", "--peers", "torch_loop"]) == 0
     text = capsys.readouterr().out
@@ -182,6 +202,7 @@ def test_a_nan_is_a_failure():
         (["--preset", "tiny", "--save", "no", "--verify"], "--verify"),
         (["--preset", "tiny", "--weight-format", "fp2"], "--weight-format"),
         (["--preset", "tiny", "--peers", "jax"], "--peers"),
+        (["--preset", "tiny", "--peers", "torch", "--hidden", "100"], "--peers"),
         (["--preset", "tiny", "--reps", "0"], "--reps"),
         (["--preset", "tiny", "--threads", "0"], "--threads"),
         (["--preset", "tiny", "--threads", "5000"], "--threads"),

@@ -139,6 +139,11 @@ def layer_plan(args: argparse.Namespace) -> Plan:
         raise UsageError(
             f"argument --routing: {routing} needs at least {shape.top_k} (top-k) and at most {shape.experts} experts"
         )
+    peers = _peers(args.peers)
+    if "torch_grouped_mm" in peers and (shape.hidden % 8 or shape.intermediate % 8):
+        raise UsageError(
+            "argument --peers: torch_grouped_mm takes rows of whole 16 bytes: --hidden and --intermediate by 8"
+        )
     if args.save == "no" and args.verify:
         raise UsageError("argument --verify: compares gradients too, and --save no has none")
     return Plan(
@@ -150,7 +155,7 @@ def layer_plan(args: argparse.Namespace) -> Plan:
         threads=args.threads if args.threads is not None else moesaic.get_num_threads(),
         warmup=size("warmup", _DEFAULT_WARMUP),
         reps=size("reps", _DEFAULT_REPS),
-        peers=_peers(args.peers),
+        peers=peers,
         verify=args.verify,
         seed=args.seed,
     )
