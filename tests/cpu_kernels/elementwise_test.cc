@@ -16,14 +16,7 @@ constexpr std::int64_t kBlock = 32;
 
 double Sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 
-class ElementwiseTest : public testing::TestWithParam<std::size_t> {
- protected:
-  void SetUp() override {
-    tier_ = KernelTiers()[GetParam()];
-    if (!tier_->runs_here()) GTEST_SKIP() << tier_->name << " does not run on this host";
-  }
-  const KernelTier* tier_ = nullptr;
-};
+class ElementwiseTest : public TierTest {};
 
 /// `value` comes from some fp32 operations, each within 2^-24 of its result, an exponential within 2^-22, and is then rounded
 /// to bf16: it is what rounding gives somewhere within 2^-20 of the expected number.
@@ -330,8 +323,7 @@ TEST_P(ElementwiseTest, MergeRows) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Tiers, ElementwiseTest, testing::Range<std::size_t>(0, KernelTiers().size()),
-                         [](const auto& info) { return TierLabel(info.param); });
+MOESAIC_TEST_ON_EVERY_TIER(ElementwiseTest);
 
 }  // namespace
 }  // namespace moesaic

@@ -22,19 +22,6 @@ struct Factors {
   Dense right;
 };
 
-/// A base class for tests that run on each entry of KernelTiers(), skipped visibly where the host cannot run it.
-class TierTest : public testing::TestWithParam<std::size_t> {
- protected:
-  void SetUp() override { RequireTier(GetParam()); }
-  void RequireTier(std::size_t index) {
-    tier_ = KernelTiers()[index];
-    if (!tier_->runs_here()) GTEST_SKIP() << tier_->name << " does not run on this host";
-  }
-  const KernelTier* tier_ = nullptr;
-};
-
-std::string TierName(const testing::TestParamInfo<std::size_t>& info) { return TierLabel(info.param); }
-
 // ---- Exact on integers ----
 
 constexpr std::int64_t kMaxSize = 64;
@@ -246,10 +233,9 @@ std::vector<Factors> UnpackFactors(const Shape& shape, std::mt19937_64& random) 
 }
 
 /// Puts random numbers where the result will be added to them, and returns them.
-Dense RandomStart(float* c, std::int64_t ldc, std::int64_t rows, std::int64_t columns, std::mt19937_64& random) {
-  const Dense start = RandomValues(RoundUp(rows, 16), ldc, random);
+Dense RandomStart(float* c, std::int64_t rows, std::int64_t ldc, std::mt19937_64& random) {
+  const Dense start = RandomValues(rows, ldc, random);
   std::copy(start.values.begin(), start.values.end(), c);
-  (void)columns;
   return start;
 }
 
@@ -261,7 +247,7 @@ TEST_P(GemmRandom, DirectForm) {
     for (const bool accumulate : {false, true}) {
       DirectProblem problem(factors, 16);
       Dense start(problem.args.panels * 16, problem.args.ldc);
-      if (accumulate) start = RandomStart(problem.args.c, problem.args.ldc, shape.m, shape.n, random);
+      if (accumulate) start = RandomStart(problem.args.c, start.rows, start.cols, random);
       problem.args.accumulate = accumulate;
       problem.args.prefetch = {problem.segments[0].weights, 0, 1, 0, 1};  // only ever a hint
       tier_->direct_gemm(problem.args);
@@ -278,7 +264,7 @@ TEST_P(GemmRandom, UnpackForm) {
     for (const bool accumulate : {false, true}) {
       UnpackProblem problem(factors, 2, 32);
       Dense start(problem.args.panels * 16, problem.args.ldc);
-      if (accumulate) start = RandomStart(problem.args.c, problem.args.ldc, shape.m, shape.n, random);
+      if (accumulate) start = RandomStart(problem.args.c, start.rows, start.cols, random);
       problem.args.accumulate = accumulate;
       problem.args.prefetch = {problem.segments[0].weights, 0, 1, 0, 1};
       tier_->unpack_gemm(problem.args);
@@ -403,7 +389,7 @@ TEST_P(GemmRandom, UnpackFormSameBitsForAnyBlocking) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Tiers, GemmRandom, testing::Range<std::size_t>(0, KernelTiers().size()), TierName);
+MOESAIC_TEST_ON_EVERY_TIER(GemmRandom);
 
 }  // namespace
 }  // namespace moesaic

@@ -44,21 +44,13 @@ double Tolerance(const Shape& shape) {
   return 2.0 * 0x1p-23 * std::sqrt(static_cast<double>(shape.k)) * static_cast<double>(2 * shape.k);
 }
 
-class OneDnn : public testing::TestWithParam<std::size_t> {
- protected:
-  void SetUp() override {
-    tier_ = KernelTiers()[GetParam()];
-    if (!tier_->runs_here()) GTEST_SKIP() << tier_->name << " does not run on this host";
-  }
+class OneDnn : public TierTest {};
 
-  static void ExpectEqual(const float* c, std::int64_t ldc, const Dense& expected, double tolerance) {
-    for (std::int64_t i = 0; i < expected.rows; ++i) {
-      for (std::int64_t j = 0; j < expected.cols; ++j) ASSERT_NEAR(c[i * ldc + j], expected(i, j), tolerance) << i << ", " << j;
-    }
+void ExpectEqual(const float* c, std::int64_t ldc, const Dense& expected, double tolerance) {
+  for (std::int64_t i = 0; i < expected.rows; ++i) {
+    for (std::int64_t j = 0; j < expected.cols; ++j) ASSERT_NEAR(c[i * ldc + j], expected(i, j), tolerance) << i << ", " << j;
   }
-
-  const KernelTier* tier_ = nullptr;
-};
+}
 
 TEST_P(OneDnn, DirectForm) {
   std::mt19937_64 random(1);
@@ -113,8 +105,7 @@ TEST_P(OneDnn, UnpackForm) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Tiers, OneDnn, testing::Range<std::size_t>(0, KernelTiers().size()),
-                         [](const auto& info) { return TierLabel(info.param); });
+MOESAIC_TEST_ON_EVERY_TIER(OneDnn);
 
 }  // namespace
 }  // namespace moesaic

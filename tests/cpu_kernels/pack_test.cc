@@ -15,8 +15,6 @@
 namespace moesaic {
 namespace {
 
-std::string TierName(const testing::TestParamInfo<std::size_t>& info) { return TierLabel(info.param); }
-
 /// A strided matrix that owns its memory; gaps hold NaN.
 struct Strided {
   std::vector<std::byte> bytes;
@@ -115,14 +113,7 @@ TEST(Float16, AllValues) {
   EXPECT_EQ(ToFloat16(-1e30f).bits, 0xfc00);
 }
 
-class PackRowsTest : public testing::TestWithParam<std::size_t> {
- protected:
-  void SetUp() override {
-    tier_ = KernelTiers()[GetParam()];
-    if (!tier_->runs_here()) GTEST_SKIP() << tier_->name << " does not run on this host";
-  }
-  const KernelTier* tier_ = nullptr;
-};
+class PackRowsTest : public TierTest {};
 
 TEST_P(PackRowsTest, AllOrdersAndScales) {
   std::mt19937_64 random(2);
@@ -188,7 +179,7 @@ TEST_P(PackRowsTest, AllOrdersAndScales) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Tiers, PackRowsTest, testing::Range<std::size_t>(0, KernelTiers().size()), TierName);
+MOESAIC_TEST_ON_EVERY_TIER(PackRowsTest);
 
 }  // namespace
 }  // namespace moesaic

@@ -1,6 +1,8 @@
 // Matrices of tiles for the kernel tests, laid out from the definition in gemm/tiles.h and not by the code under test.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <random>
@@ -68,5 +70,20 @@ class Tiles {
 
 /// For gtest's parameter names: "portable_2" for the third entry of KernelTiers().
 std::string TierLabel(std::size_t index);
+
+/// A test that runs on each entry of KernelTiers(), by index, and is skipped visibly where the host cannot run it.
+class TierTest : public testing::TestWithParam<std::size_t> {
+ protected:
+  void SetUp() override {
+    tier_ = KernelTiers()[GetParam()];
+    if (!tier_->runs_here()) GTEST_SKIP() << tier_->name << " does not run on this host";
+  }
+  const KernelTier* tier_ = nullptr;
+};
+
+/// Instantiates a TierTest for every entry.
+#define MOESAIC_TEST_ON_EVERY_TIER(suite)                                                      \
+  INSTANTIATE_TEST_SUITE_P(Tiers, suite, testing::Range<std::size_t>(0, KernelTiers().size()), \
+                           [](const auto& info) { return TierLabel(info.param); })
 
 }  // namespace moesaic

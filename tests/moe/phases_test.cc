@@ -75,7 +75,9 @@ TEST(Phases, RangeCountsUnderTheNameOfItsParent) {
     PhaseRange range(Phase::kD3Gemm);
     range.AddWork(100.0, 50.0);
   }
-  { PhaseRange range(Phase::kGU3UpP); }
+  {
+    PhaseRange range(Phase::kGU3UpP);
+  }
   const std::vector<profiling::RangeStats> snapshot = profiling::Snapshot();
   profiling::SetTimersEnabled(false);
   profiling::Reset();
