@@ -126,6 +126,9 @@ struct MergeRowsArgs {
   std::int64_t out_stride = 1;
 };
 
+/// out[j * out_stride + i] = rows[i][j] for 16 x 16 floats; a null row reads as zeros.
+using TransposeFunction = void (*)(const float* const* rows, float* out, std::int64_t out_stride);
+
 /// One tier of kernels.
 struct KernelTier {
   const char* name;
@@ -136,6 +139,7 @@ struct KernelTier {
   void (*swiglu_forward)(const SwigluForwardArgs&);
   void (*swiglu_backward)(const SwigluBackwardArgs&);
   void (*merge_rows)(const MergeRowsArgs&);
+  TransposeFunction transpose;
 };
 
 /// Every tier of this build, best first; the last runs everywhere. Selection, tests and benchmarks all walk this list.

@@ -29,9 +29,10 @@ const CacheSizes& HostCaches() {
 }
 
 std::int64_t ChunkRows(std::int64_t hidden, std::int64_t intermediate) {
-  constexpr std::int64_t kBytes = std::int64_t{16} << 20;
-  const std::int64_t rows = kBytes / (6 * hidden + 10 * intermediate);
-  return std::clamp<std::int64_t>(rows / 32 * 32, 32, 256);
+  constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+  const std::int64_t row_bytes = 6 * hidden + 10 * intermediate;
+  const std::int64_t most = 6 * kMiB / row_bytes / 32 * 32, least = 22 * kMiB / row_bytes / 32 * 32;
+  return std::clamp<std::int64_t>(most, std::clamp<std::int64_t>(least, 32, 128), kMaxChunkRows);
 }
 
 Blocking ChooseBlocking(const BlockingQuery& query) {
@@ -39,7 +40,8 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   Blocking blocking;
   // Three tasks a thread in every stage: enough that the last ones do not leave cores idle, and with many jobs each job stays
   // whole on one core, whose cache then holds its activations.
-  const std::int64_t tasks = std::max<std::int64_t>(1, CeilDivide(3 * query.threads, std::max<std::int64_t>(1, query.jobs)));
+  const std::int64_t in_flight = query.slots < query.threads ? std::min(query.slots, query.jobs) : query.jobs;
+  const std::int64_t tasks = std::max<std::int64_t>(1, CeilDivide(3 * query.threads, std::max<std::int64_t>(1, in_flight)));
   const std::int64_t units = CeilDivide(query.intermediate, kIntermediateUnit);
   const std::int64_t columns = CeilDivide(query.hidden, 32);
   blocking.intermediate_units_per_task = CeilDivide(units, std::min(units, query.threads == 1 ? 1 : tasks));

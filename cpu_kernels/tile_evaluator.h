@@ -18,13 +18,18 @@ struct CacheSizes {
 /// Of this host, from the C library; the defaults above where it does not know.
 const CacheSizes& HostCaches();
 
-/// Rows of an expert that are computed together, at most: a multiple of 32 in [32, 256]. LoRA gradients add up chunk after chunk.
-/// Bounded so that a chunk's activations take about 16 MiB in the backward.
+/// Most rows of a chunk, whatever the shape.
+inline constexpr std::int64_t kMaxChunkRows = 384;
+
+/// Rows of an expert that are computed together, at most: a multiple of 32 in [32, kMaxChunkRows]. LoRA gradients add up chunk
+/// after chunk. As many as keep a chunk's activations in about 6 MiB, so that every thread can have one in flight; but 128, below
+/// which the weights would be read from memory more often than arithmetic can hide, as long as those take at most 22 MiB.
 std::int64_t ChunkRows(std::int64_t hidden, std::int64_t intermediate);
 
 /// A call of the layer, as far as its blocking depends on it.
 struct BlockingQuery {
   std::int64_t jobs = 0;        ///< (expert, chunk) pairs with rows
+  std::int64_t slots = 0;       ///< jobs that fit the scratch memory at a time
   std::int64_t rows = 0;        ///< most rows of a job
   std::int64_t hidden = 0;      ///< H
   std::int64_t intermediate = 0;  ///< I

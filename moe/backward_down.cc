@@ -14,7 +14,7 @@ namespace moesaic::moe {
 void BackwardPass::ScatterAndPack(std::int64_t index, std::int64_t) {
   PhaseRange parent(Phase::kBackwardDown);
   const Job& job = jobs[index];
-  const void* rows[256];
+  const void* rows[kMaxChunkRows];
   BackwardBuffers buffers;
   {
     PhaseRange range(Phase::kD0Prepare);
@@ -45,9 +45,9 @@ void BackwardPass::ScatterAndPack(std::int64_t index, std::int64_t) {
 void BackwardPass::DownLoraLow(const Job& job, const BackwardBuffers& buffers) {
   const std::int64_t r1 = lora.input_rank(), r2 = lora.down_rank();
   const std::int64_t rank = lora.padded_down_rank(), panels = CeilDiv(job.rows, kPanelRows), ld = panels * kPanelRows;
-  float routing_weights[256];
+  float routing_weights[kMaxChunkRows];
   LoadWeights(job, routing_weights);
-  const void* rows[256];
+  const void* rows[kMaxChunkRows];
   if (buffers.low_stored.data != nullptr) {
     PackRowsArgs pack;
     for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = args_.saved->gate_up_low + (job.begin + i) * r1;
@@ -119,7 +119,7 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
     const TileMatrix& a = LoraOf(job).matrix[kLoraADownT];
     segments = {segments[0], {a, buffers.q.hi}, {a, buffers.q.lo}};
   }
-  float routing_weights[256];
+  float routing_weights[kMaxChunkRows];
   LoadWeights(job, routing_weights);
 
   DirectGemmArgs gemm;

@@ -30,7 +30,7 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
     }
   }
   if (lora.input_rank() == 0 || !wants_gate_up()) return;
-  const void* rows[256];
+  const void* rows[kMaxChunkRows];
   if (buffers.x_stored.data != nullptr) {
     PhaseRange range(Phase::kGU2PackForLora);
     for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = hidden_.Row(slots[i] / top_k);
@@ -123,7 +123,7 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
     segments[2] = {a, buffers.p.hi};
     segments[3] = {a, buffers.p.lo};
   }
-  BFloat16* rows[256] = {};
+  BFloat16* rows[kMaxChunkRows] = {};
   const std::int32_t* slots = Slots(job);
   for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
   const Range columns = ColumnsOf(part);

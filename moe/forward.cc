@@ -100,7 +100,7 @@ class ForwardPass : public Pass {
   void PackInput(std::int64_t index) {
     const Job& job = jobs[index];
     const ForwardBuffers buffers = BuffersOf(index);
-    const void* rows[256];
+    const void* rows[kMaxChunkRows];
     {
       PhaseRange range(Phase::kGather);
       const std::int32_t* slots = Slots(job);
@@ -244,7 +244,7 @@ class ForwardPass : public Pass {
       const TileMatrix& b = LoraOf(job).matrix[kLoraBDownT];
       segments = {segments[0], {b, buffers.v.hi}, {b, buffers.v.lo}};
     }
-    BFloat16* rows[256] = {};
+    BFloat16* rows[kMaxChunkRows] = {};
     const std::int32_t* slots = Slots(job);
     for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
     const Range columns = ColumnsOf(part);

@@ -89,6 +89,19 @@ class LoraCall {
     std::vector<Piece> gradients;
   };
 
+  /// A tile of fp32, and the part of it that a piece covers (rows and columns of the whole matrix).
+  using Tile = float[kPanelRows][kTileColumns];
+  struct Block {
+    std::int64_t row, column, rows, columns;
+  };
+
+  /// Where all rows of the matrix lie contiguously in the parameters, they are packed from there. False: they do not.
+  bool PackRowsInPlace(LoraMatrix m, std::span<const std::int64_t> experts, std::span<const ExpertLora> targets) const;
+  /// One block of a piece for each expert into its dense tile.
+  void LoadBlock(const Piece& piece, const Block& block, std::span<const std::int64_t> experts, Tile* dense) const;
+  /// Gradients of a piece whose experts lie side by side. False: they do not.
+  bool WriteTransposed(LoraMatrix m, const Piece& piece, std::int64_t first_expert, std::span<const ExpertLora> sources) const;
+
   void AddPair(const LoraPair& pair, const LoraPairGrad* gradient, bool gate, bool up);
   void AddDown(const LoraPair& pair, const LoraPairGrad* gradient);
   void AddPiece(LoraMatrix m, const TensorView& view, const TensorView* gradient, bool transposed, std::int64_t first, std::int64_t count,

@@ -50,17 +50,11 @@ Pass::Pass(const LayerConfig& config_, const PackedWeights& weights_, std::span<
 void Pass::Plan() {
   jobs = BuildJobs(config, routing);
   const std::int64_t expert_bytes = lora.expert_bytes() + lora.gradient_bytes() + 128;
+  // Several groups in flight, so that one can be packed or written while others compute.
   lora_group_ = kLoraGroup;
-  while (lora_group_ > 1 && lora_group_ * expert_bytes > ScratchBudget(threads) / 4) lora_group_ /= 2;
+  while (lora_group_ > 1 && 4 * lora_group_ * expert_bytes > LoraBudget(threads)) lora_group_ /= 2;
   groups = BuildGroups(config, jobs, lora_group_);
   for (const Job& job : jobs) most_rows = std::max(most_rows, RoundUp(job.rows, kTileColumns));
-  BlockingQuery query;
-  query.jobs = static_cast<std::int64_t>(jobs.size());
-  query.rows = most_rows;
-  query.hidden = config.hidden_size;
-  query.intermediate = config.intermediate_size;
-  query.threads = threads;
-  blocking = ChooseBlocking(query);
 }
 
 std::int64_t Pass::intermediate_parts() const {
@@ -82,12 +76,19 @@ Pass::Range Pass::ColumnsOf(std::int64_t part) const {
 }
 
 void Pass::Allocate(std::int64_t job_bytes) {
-  const std::int64_t budget = ScratchBudget(threads);
   const auto count = static_cast<std::int64_t>(jobs.size());
   job_bytes_ = RoundUp(job_bytes, 64);
-  job_slots_ = std::clamp<std::int64_t>(budget / 2 / std::max<std::int64_t>(job_bytes_, 1), 1, std::max<std::int64_t>(count, 1));
+  job_slots_ = std::clamp<std::int64_t>(JobBudget(threads) / std::max<std::int64_t>(job_bytes_, 1), 1, std::max<std::int64_t>(count, 1));
   workspace->jobs.Ensure(job_slots_ * job_bytes_);
   if (lora.any()) BindLora();
+  BlockingQuery query;
+  query.jobs = count;
+  query.slots = job_slots_;
+  query.rows = most_rows;
+  query.hidden = config.hidden_size;
+  query.intermediate = config.intermediate_size;
+  query.threads = threads;
+  blocking = ChooseBlocking(query);
 }
 
 /// Experts with rows take consecutive places in the ring; a group's places are freed when its gradients are written.
@@ -95,7 +96,7 @@ void Pass::BindLora() {
   const std::int64_t bytes = RoundUp(lora.expert_bytes(), 64), sums = RoundUp(lora.gradient_bytes(), 64);
   const std::int64_t group_bytes = lora_group_ * (bytes + sums);
   const auto count = static_cast<std::int64_t>(groups.size());
-  group_slots_ = std::clamp<std::int64_t>(ScratchBudget(threads) / 2 / std::max<std::int64_t>(group_bytes, 1), 1, count);
+  group_slots_ = std::clamp<std::int64_t>(LoraBudget(threads) / std::max<std::int64_t>(group_bytes, 1), 1, count);
   workspace->lora.Ensure(group_slots_ * lora_group_ * bytes);
   workspace->gradients.Ensure(group_slots_ * lora_group_ * sums);
   expert_lora_.resize(static_cast<std::size_t>(config.num_experts));
@@ -114,7 +115,7 @@ void* Pass::JobMemory(std::int64_t job) const {
 
 void Pass::PackSplit(float* values, std::int64_t rows, std::int64_t rank, std::int64_t ld, TileKind kind,
                      const SplitTiles& tiles) const {
-  const void* pointers[256];
+  const void* pointers[kMaxChunkRows];
   for (std::int64_t i = 0; i < rows; ++i) pointers[i] = values + i * ld;
   PackRowsArgs pack;
   pack.rows = pointers;

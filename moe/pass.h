@@ -96,9 +96,9 @@ class Pass {
   Range BlocksOf(std::int64_t part) const;
   Range ColumnsOf(std::int64_t part) const;
 
-  /// Cuts the routing into jobs and chooses the blocking.
+  /// Cuts the routing into jobs.
   void Plan();
-  /// Lays out the rings. @param job_bytes  activations of one job with most_rows rows
+  /// Lays out the rings and chooses the blocking. @param job_bytes  activations of one job with most_rows rows
   void Allocate(std::int64_t job_bytes);
 
   void* JobMemory(std::int64_t job) const;

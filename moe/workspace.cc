@@ -66,6 +66,8 @@ void ReleaseWorkspaces() {
   released.swap(store.free);
 }
 
-std::int64_t ScratchBudget(int threads) { return (std::int64_t{48} << 20) + (std::int64_t{6} << 20) * threads; }
+std::int64_t JobBudget(int threads) { return (std::int64_t{20} << 20) + (std::int64_t{5} << 20) * threads; }
+
+std::int64_t LoraBudget(int threads) { return (std::int64_t{32} << 20) + (std::int64_t{2} << 20) * threads; }
 
 }  // namespace moesaic::moe

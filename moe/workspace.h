@@ -39,7 +39,9 @@ void* ThreadScratch(std::int64_t bytes);
 std::int64_t StoredWorkspaceBytes();
 void ReleaseWorkspaces();
 
-/// Bound on jobs + lora + gradients together. With the threads' own scratch they stay below 64 MiB + 8 MiB a thread.
-std::int64_t ScratchBudget(int threads);
+/// Bounds on the activations of the jobs in flight, and on packed adapters with their gradients' sums. With the threads' own
+/// scratch (less than 2 MiB each) they stay below 64 MiB + 8 MiB a thread.
+std::int64_t JobBudget(int threads);
+std::int64_t LoraBudget(int threads);
 
 }  // namespace moesaic::moe

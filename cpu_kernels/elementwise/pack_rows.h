@@ -80,4 +80,17 @@ inline void PackRows(const PackRowsArgs& args) {
   }
 }
 
+inline void Transpose(const float* const* rows, float* out, std::int64_t out_stride) {
+  alignas(64) BFloat16 block[2 * 16 * 16];  // two bf16 in the place of each float
+  for (int i = 0; i < 16; ++i) {
+    if (rows[i] != nullptr) {
+      std::memcpy(block + 32 * i, rows[i], 64);
+    } else {
+      std::memset(block + 32 * i, 0, 64);
+    }
+  }
+  Transpose16x16(block, block);
+  for (int j = 0; j < 16; ++j) std::memcpy(out + j * out_stride, block + 32 * j, 64);
+}
+
 }  // namespace

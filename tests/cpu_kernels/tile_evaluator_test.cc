@@ -10,7 +10,7 @@ TEST(TileEvaluator, ChunkRowsIsAFunctionOfTheShape) {
     for (const std::int64_t intermediate : {1, 768, 2048, 14'336, 10'000'000}) {
       const std::int64_t rows = ChunkRows(hidden, intermediate);
       EXPECT_GE(rows, 32);
-      EXPECT_LE(rows, 256);
+      EXPECT_LE(rows, kMaxChunkRows);
       EXPECT_EQ(rows % 32, 0);
       // It fixes the order of summation: no tuning may touch it.
       const ScopedBlocking forced({1, 1, 1, 1});
