@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <string>
 
 #include "cpu_kernels/kernels.h"
 
@@ -35,7 +36,7 @@ TEST(Isa, EveryTierThatCanRunComputesRight) {
 }
 
 TEST(Isa, ForcedTierIsUsedOrRefused) {
-  const std::string before = ChosenIsa();
+  const std::string before(ChosenKernels().name);
   for (const IsaTier& tier : IsaTiers()) {
     if (CanRun(tier)) {
       ForceIsa(tier.name);

@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <dnnl.hpp>
-#include <utility>
 
 #include "tests/cpu_kernels/tiles.h"
 
@@ -18,8 +17,8 @@ Dense OneDnnProduct(const Dense& a, const Dense& b, bool transpose_b) {
   const std::int64_t columns = transpose_b ? b.rows : b.cols;
   Dense c(a.rows, columns);
   const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
-  const auto describe = [](std::int64_t rows, std::int64_t cols, memory::dims strides) {
-    return memory::desc({rows, cols}, memory::data_type::f32, std::move(strides));
+  const auto describe = [](std::int64_t rows, std::int64_t cols, const memory::dims& strides) {
+    return memory::desc({rows, cols}, memory::data_type::f32, strides);
   };
   const memory::desc a_desc = describe(a.rows, a.cols, {a.cols, 1});
   const memory::desc b_desc = describe(a.cols, columns, transpose_b ? memory::dims{1, b.cols} : memory::dims{b.cols, 1});

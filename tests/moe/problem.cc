@@ -64,9 +64,9 @@ double Ratio(double difference, double norm) { return difference == 0.0 ? 0.0 : 
 
 }  // namespace
 
-Tensor::Tensor(DType dtype, std::vector<std::int64_t> shape) : Tensor(dtype, shape, ContiguousStrides(shape)) {}
+Tensor::Tensor(DType dtype, const std::vector<std::int64_t>& shape) : Tensor(dtype, shape, ContiguousStrides(shape)) {}
 
-Tensor::Tensor(DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> stride) {
+Tensor::Tensor(DType dtype, const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride) {
   view_.dtype = dtype;
   view_.rank = static_cast<int>(shape.size());
   std::copy(shape.begin(), shape.end(), view_.shape.begin());

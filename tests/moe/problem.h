@@ -20,9 +20,9 @@ class Tensor {
  public:
   Tensor() = default;
   /// Contiguous.
-  Tensor(DType dtype, std::vector<std::int64_t> shape);
+  Tensor(DType dtype, const std::vector<std::int64_t>& shape);
   /// Strides in elements; together they must address exactly the product of the shape.
-  Tensor(DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> stride);
+  Tensor(DType dtype, const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride);
   Tensor(Tensor&&) = default;
   Tensor& operator=(Tensor&&) = default;
 
