@@ -35,7 +35,7 @@ def test_training_steps_take_no_fresh_memory() -> None:
     assert after["allocations"] - before["allocations"] >= 200 * 8  # out, state, and six gradients
     assert after["reused"] - before["reused"] == after["allocations"] - before["allocations"]
     assert after["in_use_bytes"] == before["in_use_bytes"]
-    assert after["cached_bytes"] == before["cached_bytes"]
+    assert after["cached_bytes"] <= before["cached_bytes"]
     # One step touches more than 3 MB: 800 pages if they were fresh. What remains is PyTorch's and the allocator's own.
     assert faults < 200 * 50, f"{faults} minor faults in 200 steps"
 
@@ -111,6 +111,7 @@ def test_memory_that_is_not_used_again_goes_back() -> None:
     assert cached > 2 << 20
     tiny = make_problem(TINY)
     layer = tiny.layer()
+    moesaic.set_num_threads(1)  # nothing here to share out
     with torch.no_grad():
         for _ in range(2 * 4096):
             moesaic.moe_experts(tiny.hidden, tiny.ids, tiny.weights, layer)

@@ -343,6 +343,14 @@ def test_autocast_changes_nothing(model: Model) -> None:
     assert out.dtype == expected.dtype and torch.equal(out, expected)
 
 
+def test_a_compiled_model_steps_around_it(model: Model) -> None:
+    expected = model.forward() * 2
+    compiled = torch.compile(lambda hidden: model.forward(hidden) * 2, backend="eager")
+    out = compiled(model.problem.hidden)
+    assert torch.equal(out, expected)
+    assert_same(model.gradients(out), model.gradients(expected))
+
+
 def test_training_lowers_the_loss() -> None:
     model = Model(
         LayerCase(
