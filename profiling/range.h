@@ -49,8 +49,8 @@ class Range {
   /// Adds to the work counted for this range (only read while timers are on).
   void AddWork(double flops, double bytes);
 
-  /// Says that this much of the work done inside belongs to another range, fused with this one: when this range closes, the time
-  /// is divided by flops between the two. At most three others; the tool's view (NVTX) shows this range alone.
+  /// Says that this much of the work done inside belongs to another range, fused with this one: when this range closes, the
+  /// time is divided by flops between the two. At most three others; the tool's view (NVTX) shows this range alone.
   void Share(RangeId other, double flops, double bytes);
 
  private:

@@ -219,6 +219,32 @@ TEST_F(RangeTest, ARangeThatWasOpenAtAResetDoesNotCount) {
   EXPECT_EQ(Find("open").calls, 1);
 }
 
+TEST_F(RangeTest, FusedWorkSharesItsTimeByFlops) {
+  const RangeId own = RegisterRange("fused own", "test");
+  const RangeId other = RegisterRange("fused other", "test");
+  {
+    Range range(own);
+    range.AddWork(30, 3);
+    range.Share(other, 10, 1);
+    std::this_thread::sleep_for(milliseconds(8));
+  }
+  const RangeStats first = Find("fused own"), second = Find("fused other");
+  EXPECT_TRUE(first.apportioned);
+  EXPECT_TRUE(second.apportioned);
+  EXPECT_EQ(first.calls, 1);
+  EXPECT_EQ(second.calls, 1);
+  EXPECT_EQ(first.flops, 30);
+  EXPECT_EQ(second.flops, 10);
+  EXPECT_EQ(second.bytes, 1);
+  EXPECT_GE(first.thread_ns + second.thread_ns, 8'000'000);                                           // nothing is lost
+  EXPECT_NEAR(static_cast<double>(first.thread_ns), 3.0 * static_cast<double>(second.thread_ns), 4);  // rounded to whole ns
+  EXPECT_EQ(first.span_ns, second.span_ns);
+
+  Reset();
+  Spend(own, milliseconds(0));
+  EXPECT_FALSE(Find("fused own").apportioned);
+}
+
 TEST_F(RangeTest, AChildOfForkGoesOnCounting) {
   const RangeId id = RegisterRange("fork", "test");
   Spend(id, milliseconds(0));
