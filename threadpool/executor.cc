@@ -11,10 +11,10 @@ constexpr std::int64_t kWakesAtOnce = 2;
 
 }  // namespace
 
-thread_local const WorkerFrame* WorkerFrame::current_ = nullptr;
+thread_local const WorkerFrame* WorkerFrame::innermost = nullptr;
 
 int WorkerFrame::WorkerOf(const void* pool) {
-  for (const WorkerFrame* frame = current_; frame != nullptr; frame = frame->outer_) {
+  for (const WorkerFrame* frame = innermost; frame != nullptr; frame = frame->outer_) {
     if (frame->pool_ == pool) return frame->worker_;
   }
   return -1;

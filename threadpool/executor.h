@@ -16,8 +16,8 @@ namespace moesaic::threadpool {
 /// one pool may call another pool.
 class WorkerFrame {
  public:
-  WorkerFrame(const void* pool, int worker) : pool_(pool), worker_(worker), outer_(current_) { current_ = this; }
-  ~WorkerFrame() { current_ = outer_; }
+  WorkerFrame(const void* pool, int worker) : pool_(pool), worker_(worker), outer_(innermost) { innermost = this; }
+  ~WorkerFrame() { innermost = outer_; }
   WorkerFrame(const WorkerFrame&) = delete;
   WorkerFrame& operator=(const WorkerFrame&) = delete;
 
@@ -28,7 +28,7 @@ class WorkerFrame {
   const void* pool_;
   int worker_;
   const WorkerFrame* outer_;
-  static thread_local const WorkerFrame* current_;
+  static thread_local const WorkerFrame* innermost;
 };
 
 /// A lane looks for work in this order: the successor that its last task made ready, its own deque (newest first), the tasks

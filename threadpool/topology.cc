@@ -46,7 +46,7 @@ Topology::Cache LargestCache(hwloc_topology_t raw, hwloc_obj_type_t type) {
 }
 
 int LogicalIndexOfAncestor(hwloc_topology_t raw, hwloc_obj_t obj, hwloc_obj_type_t type, int otherwise) {
-  const hwloc_obj_t ancestor = hwloc_get_ancestor_obj_by_type(raw, type, obj);
+  hwloc_obj_t ancestor = hwloc_get_ancestor_obj_by_type(raw, type, obj);
   return ancestor == nullptr ? otherwise : static_cast<int>(ancestor->logical_index);
 }
 
