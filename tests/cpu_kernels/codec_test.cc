@@ -1,0 +1,107 @@
+// Weights in another form than bf16 pass through the same GEMMs: with a codec, the result is bit for bit that of the decoded tiles.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "tests/cpu_kernels/tiles.h"
+
+namespace moesaic {
+namespace {
+
+/// One signed byte a weight, in the order of a stored tile, tile after tile along each panel.
+struct ByteCodec {
+  static void Decode(const TileMatrix& matrix, std::int64_t panel, std::int64_t column, std::int64_t count, BFloat16* tiles) {
+    const auto* bytes = static_cast<const std::int8_t*>(matrix.compressed) + (panel * matrix.columns + column) * kTileElements;
+    for (std::int64_t i = 0; i < count * kTileElements; ++i) tiles[i] = ToBFloat16(static_cast<float>(bytes[i]));
+  }
+  static constexpr TileCodec kCodec{Decode};
+};
+
+/// The same matrix as bytes and as bf16 tiles.
+class CompressedWeights {
+ public:
+  CompressedWeights(const Dense& values) : tiles_(Order::kStored, values, true), compressed_(tiles_.matrix()) {
+    bytes_.resize(static_cast<std::size_t>(compressed_.size()));
+    for (std::int64_t p = 0; p < compressed_.panels; ++p) {
+      for (std::int64_t c = 0; c < compressed_.columns; ++c) {
+        for (std::int64_t i = 0; i < kTileElements; ++i) {
+          bytes_[static_cast<std::size_t>((p * compressed_.columns + c) * kTileElements + i)] =
+              static_cast<std::int8_t>(ToFloat(tiles_.matrix().Tile(p, c)[i]));
+        }
+      }
+    }
+    compressed_.data = nullptr;
+    compressed_.codec = &ByteCodec::kCodec;
+    compressed_.compressed = bytes_.data();
+  }
+
+  const TileMatrix& plain() const { return tiles_.matrix(); }
+  const TileMatrix& compressed() const { return compressed_; }
+
+ private:
+  Tiles tiles_;
+  TileMatrix compressed_;
+  std::vector<std::int8_t> bytes_;
+};
+
+class CodecTest : public TierTest {
+ protected:
+  std::mt19937_64 random_{7};
+};
+
+// Two segments, of which one is compressed, and sizes that leave partial panels and superblocks.
+TEST_P(CodecTest, DirectForm) {
+  const CompressedWeights weights(RandomIntegers(83, 301, random_));
+  const Tiles extra(Order::kStored, RandomIntegers(83, 40, random_), true);
+  const Tiles x(Order::kPairs, RandomIntegers(37, 301, random_), false);
+  const Tiles low(Order::kPairs, RandomIntegers(37, 40, random_), false);
+  constexpr std::int64_t kLd = 48, kPanels = 6;
+  const auto run = [&](const TileMatrix& matrix) {
+    const std::array segments{GemmSegment{matrix, x.matrix()}, GemmSegment{extra.matrix(), low.matrix()}};
+    const PoisonedBuffer c(kPanels * 16 * kLd * 4), scratch(DirectScratchElements(segments) * 2);
+    DirectGemmArgs args;
+    args.segments = segments;
+    args.panels = kPanels;
+    args.activation_panels = 3;
+    args.c = c.As<float>();
+    args.ldc = kLd;
+    args.scratch = scratch.As<BFloat16>();
+    tier_->direct_gemm(args);
+    return std::vector<float>(args.c, args.c + kPanels * 16 * kLd);
+  };
+  const std::vector<float> expected = run(weights.plain());
+  EXPECT_NE(expected[0], 0.0f);
+  EXPECT_EQ(run(weights.compressed()), expected);
+}
+
+TEST_P(CodecTest, UnpackForm) {
+  const CompressedWeights weights(RandomIntegers(83, 301, random_));
+  const Tiles x(Order::kOperand, RandomIntegers(37, 83, random_), false);
+  constexpr std::int64_t kColumns = 10, kLd = kColumns * 32;
+  const auto run = [&](const TileMatrix& matrix) {
+    const GemmSegment segment{matrix, x.matrix()};
+    const std::span<const GemmSegment> segments(&segment, 1);
+    const PoisonedBuffer c(48 * kLd * 4), scratch(UnpackScratchElements(segments, 3) * 2);
+    UnpackGemmArgs args;
+    args.segments = segments;
+    args.panels = 3;
+    args.columns = kColumns;
+    args.columns_per_group = 3;
+    args.c = c.As<float>();
+    args.ldc = kLd;
+    args.scratch = scratch.As<BFloat16>();
+    tier_->unpack_gemm(args);
+    return std::vector<float>(args.c, args.c + 48 * kLd);
+  };
+  const std::vector<float> expected = run(weights.plain());
+  EXPECT_NE(expected[0], 0.0f);
+  EXPECT_EQ(run(weights.compressed()), expected);
+}
+
+INSTANTIATE_TEST_SUITE_P(Tiers, CodecTest, testing::Range<std::size_t>(0, KernelTiers().size()),
+                         [](const auto& info) { return TierLabel(info.param); });
+
+}  // namespace
+}  // namespace moesaic
