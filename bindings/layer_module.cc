@@ -29,8 +29,8 @@ constexpr std::int64_t kAlignment = 64;
 struct PairField {
   const char* a_name;
   const char* b_name;
-  moe::LoraPair moe::LoraAdapter::*pair;
-  moe::LoraPairGrad moe::LoraAdapterGrad::*grad;
+  moe::LoraPair moe::LoraAdapter::* pair;
+  moe::LoraPairGrad moe::LoraAdapterGrad::* grad;
 };
 constexpr std::array<PairField, 4> kPairFields = {{
     {"gate_up.a", "gate_up.b", &moe::LoraAdapter::gate_up, &moe::LoraAdapterGrad::gate_up},

@@ -66,10 +66,8 @@ py::list ToList(const Rows& rows, ToDict to_dict) {
 
 void BindThreads(py::module_& module) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
-  module.def(
-      "set_num_threads", [](int n) { threadpool::Pool::Default().SetNumThreads(n); }, py::arg("n"), unlocked);
-  module.def(
-      "get_num_threads", [] { return threadpool::Pool::Default().num_threads(); }, unlocked);
+  module.def("set_num_threads", [](int n) { threadpool::Pool::Default().SetNumThreads(n); }, py::arg("n"), unlocked);
+  module.def("get_num_threads", [] { return threadpool::Pool::Default().num_threads(); }, unlocked);
   module.def(
       "set_thread_source",
       [](const std::string& source) {
@@ -112,8 +110,7 @@ void BindMemory(py::module_& module) {
     row["reused"] = stats.reused;
     return row;
   });
-  module.def(
-      "trim_memory", [] { return Arena::Default().Trim(); }, py::call_guard<py::gil_scoped_release>());
+  module.def("trim_memory", [] { return Arena::Default().Trim(); }, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

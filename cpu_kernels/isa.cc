@@ -53,9 +53,9 @@ const KernelTier& FindTier(std::string_view name) {
     throw UnsupportedHostError("MOESAIC_ISA is \"" + std::string(name) + "\"; this build has " + known);
   }
   const bool denied = IsSupported(*found);
-  throw UnsupportedHostError("MOESAIC_ISA is \"" + std::string(name) + "\"; " +
-                             (denied ? "the operating system does not permit it to this process"
-                                     : "this CPU (" + CpuName() + ") does not have it"));
+  throw UnsupportedHostError(
+      "MOESAIC_ISA is \"" + std::string(name) + "\"; " +
+      (denied ? "the operating system does not permit it to this process" : "this CPU (" + CpuName() + ") does not have it"));
 }
 
 const KernelTier& BestTier() {

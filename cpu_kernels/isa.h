@@ -31,8 +31,8 @@ const std::vector<IsaTier>& IsaTiers();
 /// The tier in use: MOESAIC_ISA, else the best that can run. The reference is valid until this thread's next call.
 const std::string& ChosenIsa();
 
-/// Uses this tier from now on; "": MOESAIC_ISA, else the best, as at the start. Packed weights and saved states stay valid: their
-/// layout is the same on every tier. Throws UnsupportedHostError where the tier cannot run; then nothing changes.
+/// Uses this tier from now on; "": MOESAIC_ISA, else the best, as at the start. Packed weights and saved states stay valid:
+/// their layout is the same on every tier. Throws UnsupportedHostError where the tier cannot run; then nothing changes.
 void ForceIsa(std::string_view name);
 
 /// Runs the tier's own GEMM kernel and compares it with the scalar reference. False where the tier cannot run.

@@ -48,16 +48,17 @@ std::int64_t DirectScratchElements(std::span<const GemmSegment> segments);
 /// Unpack form: the contraction runs along the rows of the weights.
 ///   C[t][n] (+)= sum over segments, k:  activations[16 first_panel + t][k] * weights[k][32 first_column + n]
 struct UnpackGemmArgs {
-  std::span<const GemmSegment> segments;  ///< weights stored (panels = rows / 16); activations operand, columns = panels / 2 rounded up
+  std::span<const GemmSegment>
+      segments;  ///< weights stored (panels = rows / 16); activations operand, columns = panels / 2 rounded up
   std::int64_t first_panel = 0;
-  std::int64_t panels = 0;        ///< rows of C / 16
+  std::int64_t panels = 0;  ///< rows of C / 16
   std::int64_t first_column = 0;
-  std::int64_t columns = 0;       ///< columns of C / 32
-  float* c = nullptr;             ///< [16 panels][ldc] fp32; or null, and the result goes to `rows`
+  std::int64_t columns = 0;  ///< columns of C / 32
+  float* c = nullptr;        ///< [16 panels][ldc] fp32; or null, and the result goes to `rows`
   std::int64_t ldc = 0;
-  bool accumulate = false;        ///< start from C instead of 0 (only with c)
-  BFloat16* const* rows = nullptr;  ///< one pointer for each row of C, rounded to bf16; null: the row is dropped
-  BFloat16* scratch = nullptr;      ///< UnpackScratchElements(...), 64-byte aligned
+  bool accumulate = false;             ///< start from C instead of 0 (only with c)
+  BFloat16* const* rows = nullptr;     ///< one pointer for each row of C, rounded to bf16; null: the row is dropped
+  BFloat16* scratch = nullptr;         ///< UnpackScratchElements(...), 64-byte aligned
   std::int64_t columns_per_group = 1;  ///< tile columns unpacked at a time
   PrefetchRange prefetch;
 };
@@ -88,11 +89,11 @@ struct SwigluForwardArgs {
   const float* gate = nullptr;  ///< [32][ld] G^T
   const float* up = nullptr;    ///< [32][ld] U^T
   std::int64_t ld = 0;
-  std::int64_t tokens = 0;        ///< valid columns
-  std::int64_t rows = 32;         ///< valid rows (fewer at the end of I)
+  std::int64_t tokens = 0;         ///< valid columns
+  std::int64_t rows = 32;          ///< valid rows (fewer at the end of I)
   BFloat16* saved_gate = nullptr;  ///< [rows][tokens] bf16, or null
   BFloat16* saved_up = nullptr;
-  TileMatrix z;                  ///< operand tiles [tokens][I]: column `block` is written
+  TileMatrix z;  ///< operand tiles [tokens][I]: column `block` is written
   std::int64_t block = 0;
 };
 

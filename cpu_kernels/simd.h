@@ -101,8 +101,8 @@ MOESAIC_INLINE F32x16 Exp(F32x16 x) {
   return Select(x > high, Broadcast(__builtin_inff()), p * scale);
 }
 
-/// 1 / (1 + e^-x). A division takes as long as the rest of silu together: AVX-512 has a 14-bit reciprocal, which one Newton step
-/// brings to 2^-23 or so.
+/// 1 / (1 + e^-x). A division takes as long as the rest of silu together: AVX-512 has a 14-bit reciprocal, which one Newton
+/// step brings to 2^-23 or so.
 MOESAIC_INLINE F32x16 Sigmoid(F32x16 x) {
 #if defined(__AVX512F__)
   const F32x16 d = 1.0f + Exp(-x);

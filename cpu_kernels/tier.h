@@ -1,5 +1,5 @@
-// Builds a tier's table from its cell. Included once by each tier file, which is compiled with the flags of its instruction set;
-// everything below it lies in an unnamed namespace, so that no code above the baseline is shared with other files.
+// Builds a tier's table from its cell. Included once by each tier file, which is compiled with the flags of its instruction
+// set; everything below it lies in an unnamed namespace, so that no code above the baseline is shared with other files.
 #pragma once
 
 #include "cpu_kernels/elementwise/merge_rows.h"

@@ -1,7 +1,8 @@
 // Where every blocking parameter comes from.
 //
 // Two kinds of answers, kept apart. ChunkRows is part of the order of summation: a function of the shape alone. Blocking is
-// everything that may be tuned: it changes which core computes what and in which order it walks memory, never a bit of a result.
+// everything that may be tuned: it changes which core computes what and in which order it walks memory, never a bit of a
+// result.
 #pragma once
 
 #include <cstdint>
@@ -22,16 +23,16 @@ const CacheSizes& HostCaches();
 inline constexpr std::int64_t kMaxChunkRows = 384;
 
 /// Rows of an expert that are computed together, at most: a multiple of 32 in [32, kMaxChunkRows]. LoRA gradients add up chunk
-/// after chunk. As many as keep a chunk's activations in about 6 MiB, so that every thread can have one in flight; but 128, below
-/// which the weights would be read from memory more often than arithmetic can hide, as long as those take at most 22 MiB.
+/// after chunk. As many as keep a chunk's activations in about 6 MiB, so that every thread can have one in flight; but 128,
+/// below which the weights would be read from memory more often than arithmetic can hide, as long as those take at most 22 MiB.
 std::int64_t ChunkRows(std::int64_t hidden, std::int64_t intermediate);
 
 /// A call of the layer, as far as its blocking depends on it.
 struct BlockingQuery {
-  std::int64_t jobs = 0;        ///< (expert, chunk) pairs with rows
-  std::int64_t slots = 0;       ///< jobs that fit the scratch memory at a time
-  std::int64_t rows = 0;        ///< most rows of a job
-  std::int64_t hidden = 0;      ///< H
+  std::int64_t jobs = 0;          ///< (expert, chunk) pairs with rows
+  std::int64_t slots = 0;         ///< jobs that fit the scratch memory at a time
+  std::int64_t rows = 0;          ///< most rows of a job
+  std::int64_t hidden = 0;        ///< H
   std::int64_t intermediate = 0;  ///< I
   int threads = 1;
 };

@@ -246,7 +246,8 @@ class ForwardPass : public Pass {
     }
     BFloat16* rows[kMaxChunkRows] = {};
     const std::int32_t* slots = Slots(job);
-    for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
+    for (std::int64_t i = 0; i < job.rows; ++i)
+      rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
     const Range columns = ColumnsOf(part);
     UnpackGemmArgs gemm;
     gemm.segments = {segments.data(), lora.down_rank() > 0 ? std::size_t{3} : std::size_t{1}};

@@ -29,8 +29,8 @@ std::vector<Job> BuildJobs(const LayerConfig& config, const std::int32_t* routin
 
 /// The jobs of the experts of one adapter group.
 struct JobGroup {
-  std::int64_t first_expert;           ///< multiple of the group's size
-  std::vector<std::int64_t> experts;   ///< those with rows
+  std::int64_t first_expert;          ///< multiple of the group's size
+  std::vector<std::int64_t> experts;  ///< those with rows
   std::int64_t first_job;
   std::int64_t jobs;
 };

@@ -21,7 +21,8 @@ class ExpertsLayer::Impl {
   PackedWeights weights;
 };
 
-ExpertsLayer::ExpertsLayer(const LayerConfig& config, const TensorView& gate_up, const TensorView& down, threadpool::Pool& pool) {
+ExpertsLayer::ExpertsLayer(const LayerConfig& config, const TensorView& gate_up, const TensorView& down,
+                           threadpool::Pool& pool) {
   ValidateWeights(config, gate_up, down);
   impl_ = std::make_unique<Impl>(config, gate_up, down, pool);
 }

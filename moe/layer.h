@@ -51,13 +51,13 @@ struct ForwardArgs {
 };
 
 struct BackwardArgs {
-  TensorView hidden;                       ///< as given to Forward
-  TensorView weights;                      ///< as given to Forward
-  std::span<const LoraAdapter> lora;       ///< as given to Forward
-  const SavedState* saved = nullptr;       ///< as Forward filled it; only read
-  TensorView d_out;                        ///< [T, H] bf16 or fp32
-  TensorView d_hidden;                     ///< [T, H] bf16 or fp32, overwritten; undefined: not computed
-  TensorView d_weights;                    ///< [T, k] bf16 or fp32, overwritten; undefined: not computed
+  TensorView hidden;                        ///< as given to Forward
+  TensorView weights;                       ///< as given to Forward
+  std::span<const LoraAdapter> lora;        ///< as given to Forward
+  const SavedState* saved = nullptr;        ///< as Forward filled it; only read
+  TensorView d_out;                         ///< [T, H] bf16 or fp32
+  TensorView d_hidden;                      ///< [T, H] bf16 or fp32, overwritten; undefined: not computed
+  TensorView d_weights;                     ///< [T, k] bf16 or fp32, overwritten; undefined: not computed
   std::span<const LoraAdapterGrad> d_lora;  ///< empty, or one for each of `lora`
 };
 

@@ -15,8 +15,8 @@ float AsFloat(BFloat16 value) { return ToFloat(value); }
 void Assign(float& out, float value) { out = value; }
 void Assign(BFloat16& out, float value) { out = ToBFloat16(value); }
 
-/// visit(x, i, j) for every expert x and element (i, j) of a block, the axis with the smallest stride innermost: each cache line
-/// of the parameter is touched once.
+/// visit(x, i, j) for every expert x and element (i, j) of a block, the axis with the smallest stride innermost: each cache
+/// line of the parameter is touched once.
 template <typename Visit>
 void VisitBlock(std::int64_t expert_stride, std::int64_t row_stride, std::int64_t column_stride, std::int64_t experts,
                 std::int64_t rows, std::int64_t columns, Visit visit) {
@@ -144,7 +144,8 @@ bool LoraCall::PackRowsInPlace(LoraMatrix m, std::span<const std::int64_t> exper
   const Pieces& pieces = pieces_[m];
   if (pieces.parameters.empty()) return false;
   for (const Piece& piece : pieces.parameters) {
-    if (piece.column_stride != 1 || piece.columns != pieces.columns || piece.dtype != pieces.parameters.front().dtype) return false;
+    if (piece.column_stride != 1 || piece.columns != pieces.columns || piece.dtype != pieces.parameters.front().dtype)
+      return false;
   }
   PackRowsArgs args;
   args.dtype = pieces.parameters.front().dtype;
@@ -200,8 +201,7 @@ void LoraCall::Pack(LoraMatrix m, std::span<const std::int64_t> experts, std::sp
 }
 
 void LoraCall::LoadBlock(const Piece& piece, const Block& block, std::span<const std::int64_t> experts, Tile* dense) const {
-  const std::int64_t offset =
-      (block.row - piece.row) * piece.row_stride + (block.column - piece.column) * piece.column_stride;
+  const std::int64_t offset = (block.row - piece.row) * piece.row_stride + (block.column - piece.column) * piece.column_stride;
   const std::int64_t i0 = block.row % kPanelRows, j0 = block.column % kTileColumns;
   const auto count = static_cast<std::int64_t>(experts.size());
   const bool f32 = piece.dtype == DType::kFloat32;
@@ -254,7 +254,8 @@ void LoraCall::LoadBlock(const Piece& piece, const Block& block, std::span<const
   }
 }
 
-bool LoraCall::WriteTransposed(LoraMatrix m, const Piece& piece, std::int64_t first_expert, std::span<const ExpertLora> sources) const {
+bool LoraCall::WriteTransposed(LoraMatrix m, const Piece& piece, std::int64_t first_expert,
+                               std::span<const ExpertLora> sources) const {
   if (piece.dtype != DType::kFloat32 || piece.expert_stride != 1 || sources.size() > 16) return false;
   const std::int64_t ld = RoundUp(pieces_[m].columns, kTileColumns);
   float* to = static_cast<float*>(piece.data) + first_expert;
@@ -295,7 +296,9 @@ void LoraCall::WriteGradients(LoraMatrix m, std::int64_t first_expert, std::span
                    [&](std::int64_t x, std::int64_t i, std::int64_t j) {
                      const float* sum = sources[x].gradient[m];
                      const float value = sum != nullptr ? sum[(piece.row + i0 + i) * ld + piece.column + j] : 0.0f;
-                     Assign(to[(first_expert + x) * piece.expert_stride + (i0 + i) * piece.row_stride + j * piece.column_stride], value);
+                     Assign(
+                         to[(first_expert + x) * piece.expert_stride + (i0 + i) * piece.row_stride + j * piece.column_stride],
+                         value);
                    });
       }
     };

@@ -1,8 +1,8 @@
 // The active adapters of one call, as matrices of tiles.
 //
 // Adapters add up, so their ranks are laid side by side: with R1 the ranks of everything that reads the layer's input (gate_up,
-// gate, up) and R2 the ranks of down, each rounded up to a tile, an expert's adapters are five matrices in the layout of the base
-// weights, and serve both directions as those do:
+// gate, up) and R2 the ranks of down, each rounded up to a tile, an expert's adapters are five matrices in the layout of the
+// base weights, and serve both directions as those do:
 //
 //   a              [R1, H]   A of gate and up, one under the other
 //   b_gate, b_up   [I, R1]   B; zero where a rank does not feed that projection
@@ -31,8 +31,8 @@ inline constexpr int kNumLoraMatrices = 5;
 /// Most experts that are packed together. (A group is smaller where the adapters of so many would not fit the scratch memory.)
 inline constexpr std::int64_t kLoraGroup = 16;
 
-/// One expert's adapters in tiles, and where their gradients add up: fp32 [rows][columns] of the same (padded) matrix, null where
-/// no gradient is wanted.
+/// One expert's adapters in tiles, and where their gradients add up: fp32 [rows][columns] of the same (padded) matrix, null
+/// where no gradient is wanted.
 struct ExpertLora {
   std::array<TileMatrix, kNumLoraMatrices> matrix;
   std::array<float*, kNumLoraMatrices> gradient{};
@@ -104,8 +104,8 @@ class LoraCall {
 
   void AddPair(const LoraPair& pair, const LoraPairGrad* gradient, bool gate, bool up);
   void AddDown(const LoraPair& pair, const LoraPairGrad* gradient);
-  void AddPiece(LoraMatrix m, const TensorView& view, const TensorView* gradient, bool transposed, std::int64_t first, std::int64_t count,
-                std::int64_t row, std::int64_t column);
+  void AddPiece(LoraMatrix m, const TensorView& view, const TensorView* gradient, bool transposed, std::int64_t first,
+                std::int64_t count, std::int64_t row, std::int64_t column);
 
   LayerConfig config_;
   std::int64_t input_rank_ = 0;

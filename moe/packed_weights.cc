@@ -11,11 +11,13 @@ std::int64_t MatrixElements(const LayerConfig& config) {
 
 }  // namespace
 
-PackedWeights::PackedWeights(const LayerConfig& config, const TensorView& gate_up, const TensorView& down, threadpool::Pool& pool)
+PackedWeights::PackedWeights(const LayerConfig& config, const TensorView& gate_up, const TensorView& down,
+                             threadpool::Pool& pool)
     : config_(config), buffer_(3 * config.num_experts * MatrixElements(config) * static_cast<std::int64_t>(sizeof(BFloat16))) {
   const std::int64_t panels = CeilDiv(config.intermediate_size, kPanelRows);
   // A panel of W_d^T is 16 columns of W_d: read 16 contiguous elements at a time, so fp32 scratch holds the transposed panel.
-  const std::int64_t scratch_bytes = kPanelRows * RoundUp(config.hidden_size, kTileColumns) * static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t scratch_bytes =
+      kPanelRows * RoundUp(config.hidden_size, kTileColumns) * static_cast<std::int64_t>(sizeof(float));
   pool.ParallelFor(3 * config.num_experts * panels, [&](std::int64_t task, int) {
     const std::int64_t index = task / panels;
     PackPanel(Source(index, gate_up, down), task % panels, Matrix(index), static_cast<float*>(ThreadScratch(scratch_bytes)));
@@ -31,8 +33,8 @@ void PackedWeights::Unpack(const TensorView& gate_up, const TensorView& down, th
 }
 
 TileMatrix PackedWeights::Matrix(std::int64_t index) const {
-  return TileMatrix::Weights(static_cast<BFloat16*>(buffer_.data()) + index * MatrixElements(config_), config_.intermediate_size,
-                             config_.hidden_size);
+  return TileMatrix::Weights(static_cast<BFloat16*>(buffer_.data()) + index * MatrixElements(config_),
+                             config_.intermediate_size, config_.hidden_size);
 }
 
 MatrixView PackedWeights::Source(std::int64_t index, const TensorView& gate_up, const TensorView& down) const {

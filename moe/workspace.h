@@ -10,11 +10,11 @@ namespace moesaic::moe {
 
 /// Buffers of one call in flight. Contents are undefined when it is acquired.
 struct Workspace {
-  AlignedBuffer rows;       ///< bf16 [T * k][H]: a row of Y (forward) or dX (backward) for each slot
-  AlignedBuffer jobs;       ///< activations of the jobs in flight
-  AlignedBuffer lora;       ///< packed adapters of the groups in flight
-  AlignedBuffer gradients;  ///< their gradients' fp32 sums
-  AlignedBuffer tokens;     ///< routing weights and tables, a few bytes a slot
+  AlignedBuffer rows;          ///< bf16 [T * k][H]: a row of Y (forward) or dX (backward) for each slot
+  AlignedBuffer jobs;          ///< activations of the jobs in flight
+  AlignedBuffer lora;          ///< packed adapters of the groups in flight
+  AlignedBuffer gradients;     ///< their gradients' fp32 sums
+  AlignedBuffer tokens;        ///< routing weights and tables, a few bytes a slot
   AlignedBuffer dense;         ///< hidden (forward) or d_out (backward) as contiguous rows, where the caller's are not
   AlignedBuffer dense_hidden;  ///< the same for hidden in the backward
 };

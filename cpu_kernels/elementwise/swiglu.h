@@ -21,7 +21,8 @@ MOESAIC_INLINE void StoreSaved(BFloat16* row, std::int64_t token, std::int64_t t
   }
 }
 
-/// Zero beyond the valid tokens: the product of a zero row with an infinite weight is NaN, and must not reach a sum over tokens.
+/// Zero beyond the valid tokens: the product of a zero row with an infinite weight is NaN, and must not reach a sum over
+/// tokens.
 MOESAIC_INLINE F32x16 KeepValid(F32x16 v, std::int64_t valid) {
   if (valid >= 16) return v;
   const I32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -1,6 +1,6 @@
-// The AVX512-BF16 cell: one panel of left tiles (as two halves of 8 rows) by up to three panels of right tiles, 24 accumulators.
-// A step over one pair of the contraction loads 3 vectors, broadcasts 8 pairs and issues 24 VDPBF16PS: 11 loads in 12 cycles
-// where two products and two loads start each cycle (Zen 4, Zen 5).
+// The AVX512-BF16 cell: one panel of left tiles (as two halves of 8 rows) by up to three panels of right tiles, 24
+// accumulators. A step over one pair of the contraction loads 3 vectors, broadcasts 8 pairs and issues 24 VDPBF16PS: 11 loads
+// in 12 cycles where two products and two loads start each cycle (Zen 4, Zen 5).
 #pragma once
 
 #include <immintrin.h>

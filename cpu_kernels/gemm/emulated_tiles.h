@@ -1,5 +1,6 @@
-// The tile interface of amx_cell.h in plain C++: the portable tier, and the way to test the AMX code's blocking and edges on any
-// host. Denormals are not flushed here, and each product is rounded before it is added unless the compiler contracts the two.
+// The tile interface of amx_cell.h in plain C++: the portable tier, and the way to test the AMX code's blocking and edges on
+// any host. Denormals are not flushed here, and each product is rounded before it is added unless the compiler contracts the
+// two.
 #pragma once
 
 #include <cstdint>

@@ -15,8 +15,8 @@ float AsFloat(Float16 value) { return ToFloat(value); }
 
 /// The loop over the smaller stride is the inner one: each cache line is read once.
 template <typename T>
-void LoadTyped(const MatrixView& view, std::int64_t row, std::int64_t rows, std::int64_t column, std::int64_t columns, float* out,
-               std::int64_t ld) {
+void LoadTyped(const MatrixView& view, std::int64_t row, std::int64_t rows, std::int64_t column, std::int64_t columns,
+               float* out, std::int64_t ld) {
   const T* from = static_cast<const T*>(view.data) + row * view.row_stride + column * view.column_stride;
   if (std::abs(view.column_stride) <= std::abs(view.row_stride)) {
     for (std::int64_t i = 0; i < rows; ++i) {
@@ -36,8 +36,8 @@ MatrixView MatrixAt(const TensorView& view, std::int64_t index, std::int64_t fir
   return {data, view.dtype, rows, view.shape[2], view.stride[1], view.stride[2]};
 }
 
-void LoadBlock(const MatrixView& view, std::int64_t row, std::int64_t rows, std::int64_t column, std::int64_t columns, float* out,
-               std::int64_t ld) {
+void LoadBlock(const MatrixView& view, std::int64_t row, std::int64_t rows, std::int64_t column, std::int64_t columns,
+               float* out, std::int64_t ld) {
   if (view.dtype == DType::kFloat32) return LoadTyped<float>(view, row, rows, column, columns, out, ld);
   if (view.dtype == DType::kFloat16) return LoadTyped<Float16>(view, row, rows, column, columns, out, ld);
   LoadTyped<BFloat16>(view, row, rows, column, columns, out, ld);

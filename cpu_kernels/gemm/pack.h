@@ -24,8 +24,8 @@ struct MatrixView {
 MatrixView MatrixAt(const TensorView& view, std::int64_t index, std::int64_t first_row, std::int64_t rows);
 
 /// out[i * ld + j] = view(i, j) as fp32, for a block of the view.
-void LoadBlock(const MatrixView& view, std::int64_t row, std::int64_t rows, std::int64_t column, std::int64_t columns, float* out,
-               std::int64_t ld);
+void LoadBlock(const MatrixView& view, std::int64_t row, std::int64_t rows, std::int64_t column, std::int64_t columns,
+               float* out, std::int64_t ld);
 
 /// Rows 16 panel ... 16 panel + 15 of `view`, rounded to bf16 (fp16 and fp32), as stored tiles. Beyond the view: zeros.
 /// @param scratch  16 * tiles.columns * 32 floats

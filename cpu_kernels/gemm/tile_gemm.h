@@ -33,7 +33,8 @@ struct CellRun {
   std::int64_t length;
 };
 
-/// Walks the lines of a PrefetchRange, a few at each step of the contraction, so that they arrive in L2 while the cell computes.
+/// Walks the lines of a PrefetchRange, a few at each step of the contraction, so that they arrive in L2 while the cell
+/// computes.
 class Prefetcher {
  public:
   Prefetcher(const PrefetchRange& range, std::int64_t steps)
@@ -189,7 +190,8 @@ void UnpackColumns(const UnpackGemmArgs& args, std::int64_t column, std::int64_t
       for (std::int64_t n = 0; n < columns; ++n) {
         alignas(64) BFloat16 decoded[2 * kTileElements];
         const BFloat16* even = WeightTile(segment.weights, 2 * q, column + n, decoded);
-        const BFloat16* odd = 2 * q + 1 < panels ? WeightTile(segment.weights, 2 * q + 1, column + n, decoded + kTileElements) : kZeros;
+        const BFloat16* odd =
+            2 * q + 1 < panels ? WeightTile(segment.weights, 2 * q + 1, column + n, decoded + kTileElements) : kZeros;
         BFloat16* low = args.scratch + (2 * n * depth + first + q) * kTileElements;
         Cell::InterleavePanels(even, odd, low, low + depth * kTileElements);
       }
@@ -202,8 +204,7 @@ template <class Cell>
 void UnpackGemm(const UnpackGemmArgs& args) {
   std::int64_t depth = 0;
   for (const GemmSegment& segment : args.segments) depth += CeilDiv(segment.weights.panels, 2);
-  Prefetcher prefetcher(args.prefetch,
-                        depth * CeilDiv(args.panels, Cell::kMaxA) * CeilDiv(2 * args.columns, Cell::kMaxB));
+  Prefetcher prefetcher(args.prefetch, depth * CeilDiv(args.panels, Cell::kMaxA) * CeilDiv(2 * args.columns, Cell::kMaxB));
   [[maybe_unused]] const typename Cell::Scope scope;
   for (std::int64_t n0 = 0; n0 < args.columns; n0 += args.columns_per_group) {
     const std::int64_t columns = Least(args.columns_per_group, args.columns - n0);
@@ -232,7 +233,8 @@ void UnpackGemm(const UnpackGemmArgs& args) {
           alignas(64) float c[2 * kPanelRows * kMaxCellPanels * kPanelRows];
           constexpr std::int64_t kLd = kMaxCellPanels * kPanelRows;
           Compute<Cell>(na, nb, runs, count, c, kLd, false, prefetcher);
-          StoreRows(c, kLd, na * 16, nb * 16, args.rows + p * kPanelRows, 2 * kPanelRows * args.first_column + column * kPanelRows);
+          StoreRows(c, kLd, na * 16, nb * 16, args.rows + p * kPanelRows,
+                    2 * kPanelRows * args.first_column + column * kPanelRows);
         }
       }
     }

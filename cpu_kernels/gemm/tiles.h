@@ -15,10 +15,10 @@
 
 namespace moesaic {
 
-inline constexpr std::int64_t kPanelRows = 16;     ///< rows of a tile; a panel is a row of tiles
-inline constexpr std::int64_t kTileColumns = 32;   ///< columns of a tile
+inline constexpr std::int64_t kPanelRows = 16;    ///< rows of a tile; a panel is a row of tiles
+inline constexpr std::int64_t kTileColumns = 32;  ///< columns of a tile
 inline constexpr std::int64_t kTileElements = 512;
-inline constexpr std::int64_t kSuperblock = 8;     ///< panels and tile columns of a superblock of weights
+inline constexpr std::int64_t kSuperblock = 8;  ///< panels and tile columns of a superblock of weights
 
 /// These functions are inlined into code compiled for several instruction sets: an out-of-line copy of one of them must never
 /// be shared, hence always_inline.
@@ -70,9 +70,7 @@ struct TileMatrix {
     return {data, panels, CeilDiv(columns, kTileColumns), panels % 4 == 0 ? panels + 1 : panels};
   }
 
-  MOESAIC_INLINE std::int64_t size() const {
-    return (column_stride != 0 ? column_stride : panels) * columns * kTileElements;
-  }
+  MOESAIC_INLINE std::int64_t size() const { return (column_stride != 0 ? column_stride : panels) * columns * kTileElements; }
 
   MOESAIC_INLINE BFloat16* Tile(std::int64_t panel, std::int64_t column) const {
     if (column_stride != 0) return data + (column * column_stride + panel) * kTileElements;

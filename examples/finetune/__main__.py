@@ -143,9 +143,7 @@ def introduce(options: argparse.Namespace, console: Console) -> None:
     """What is going to happen."""
     table = Table.grid(padding=(0, 2))
     table.add_row("host", f"{cpu_info('model name')}, {len(os.sched_getaffinity(0))} CPUs")
-    table.add_row(
-        "model", options.model or "Qwen3-MoE: 8 layers of 32 experts, top-8, 107 M random parameters"
-    )
+    table.add_row("model", options.model or "Qwen3-MoE: 8 layers of 32 experts, top-8, 107 M random parameters")
     table.add_row("data", str(options.data or "questions and answers from the documentation of Python itself"))
     table.add_row("LoRA", f"rank {options.rank}, on attention and on all experts")
     table.add_row("steps", f"{options.steps} of {options.batch_size} x {options.length} tokens, {options.dtype}")

@@ -1,4 +1,5 @@
-// Weights in another form than bf16 pass through the same GEMMs: with a codec, the result is bit for bit that of the decoded tiles.
+// Weights in another form than bf16 pass through the same GEMMs: with a codec, the result is bit for bit that of the decoded
+// tiles.
 #include <gtest/gtest.h>
 
 #include <array>
