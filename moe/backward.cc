@@ -29,12 +29,12 @@ std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, const LayerC
   d_weight = carver.Take<float>(CeilDiv(inner, kIntermediateUnit) * rows);
   d_stored = take(lora.wants(kLoraBDownT), rows, h);
   wv_t = take(lora.wants(kLoraBDownT), r2, rows);
-  wq_stored = take(lora.wants(kLoraADownT), rows, r2);
+  wq_stored = {take(lora.wants(kLoraADownT), rows, r2), take(lora.wants(kLoraADownT), rows, r2)};
   z_t = take(lora.wants(kLoraADownT), inner, rows);
   d_gate_t = take(d_b, inner, rows);
   d_up_t = take(d_b, inner, rows);
   low_stored = take(d_b, rows, r1);
-  p_t = take(lora.wants(kLoraA), r1, rows);
+  p_t = {take(lora.wants(kLoraA), r1, rows), take(lora.wants(kLoraA), r1, rows)};
   x_stored = take(lora.wants(kLoraA), rows, h);
   return carver.used();
 }

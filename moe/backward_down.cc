@@ -75,18 +75,13 @@ void BackwardPass::DownLoraLow(const Job& job, const BackwardBuffers& buffers) {
   TransposeSmall(q_t, ld, rank, job.rows, q, rank);
   for (std::int64_t i = 0; i < job.rows; ++i) {
     for (std::int64_t k = 0; k < rank; ++k) q[i * rank + k] *= lora.down_scale()[k];
-    rows[i] = q + i * rank;
   }
-  if (buffers.wq_stored.data != nullptr) {
-    PackRowsArgs pack;
-    pack.rows = rows;
-    pack.count = job.rows;
-    pack.columns = r2;
-    pack.row_scale = routing_weights;
-    pack.stored = buffers.wq_stored;
-    pack.panels = buffers.wq_stored.panels;
-    pack.tile_columns = buffers.wq_stored.columns;
-    kernels.pack_rows(pack);
+  if (buffers.wq_stored.hi.data != nullptr) {
+    float* wq = q_t;
+    for (std::int64_t i = 0; i < job.rows; ++i) {
+      for (std::int64_t k = 0; k < rank; ++k) wq[i * rank + k] = routing_weights[i] * q[i * rank + k];
+    }
+    PackSplit(wq, job.rows, r2, rank, TileKind::kStored, buffers.wq_stored);
   }
   PackSplit(q, job.rows, r2, rank, TileKind::kPairs, buffers.q);
   if (buffers.wv_t.data == nullptr) return;
@@ -174,12 +169,13 @@ void BackwardPass::SumIntermediate(std::int64_t index, std::int64_t part) {
   const BackwardBuffers buffers = BuffersOf(index);
   const ExpertLora& expert = LoraOf(job);
   const Range blocks = BlocksOf(part);
-  const auto sum = [&](Phase phase, LoraMatrix m, const TileMatrix& left, const TileMatrix& right) {
+  const auto sum = [&](Phase phase, LoraMatrix m, const TileMatrix& left, const SplitTiles& right_parts) {
     if (!lora.wants(m)) return;
     PhaseRange range(phase);
-    const GemmSegment segment{right, left};
+    const TileMatrix& right = right_parts.hi;
+    const std::array segments{GemmSegment{right, left}, GemmSegment{right_parts.lo, left}};
     UnpackGemmArgs gemm;
-    gemm.segments = {&segment, 1};
+    gemm.segments = {segments.data(), right_parts.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
     gemm.first_panel = 2 * blocks.begin;
     gemm.panels = std::min(2 * blocks.end, left.panels) - gemm.first_panel;
     gemm.columns = right.columns;
@@ -191,8 +187,8 @@ void BackwardPass::SumIntermediate(std::int64_t index, std::int64_t part) {
     range.AddWork(2.0 * job.rows * gemm.panels * kPanelRows * gemm.ldc, 0);
   };
   sum(Phase::kD4LoraGrad, kLoraADownT, buffers.z_t, buffers.wq_stored);
-  sum(Phase::kGU3GateDB, kLoraBGate, buffers.d_gate_t, buffers.low_stored);
-  sum(Phase::kGU3UpDB, kLoraBUp, buffers.d_up_t, buffers.low_stored);
+  sum(Phase::kGU3GateDB, kLoraBGate, buffers.d_gate_t, {buffers.low_stored, {}});
+  sum(Phase::kGU3UpDB, kLoraBUp, buffers.d_up_t, {buffers.low_stored, {}});
 }
 
 }  // namespace moesaic::moe

@@ -68,18 +68,9 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
   for (std::int64_t i = 0; i < job.rows; ++i) {
     for (std::int64_t k = 0; k < rank; ++k) p[i * rank + k] *= lora.input_scale()[k];
   }
-  if (buffers.p_t.data != nullptr) {
+  if (buffers.p_t.hi.data != nullptr) {
     TransposeSmall(p, rank, job.rows, rank, p_t, ld);
-    std::vector<const void*> ranks(static_cast<std::size_t>(rank));
-    for (std::int64_t k = 0; k < rank; ++k) ranks[k] = p_t + k * ld;
-    PackRowsArgs pack;
-    pack.rows = ranks.data();
-    pack.count = rank;
-    pack.columns = job.rows;
-    pack.operand = buffers.p_t;
-    pack.panels = buffers.p_t.panels;
-    pack.tile_columns = buffers.p_t.columns;
-    kernels.pack_rows(pack);
+    PackSplit(p_t, rank, job.rows, ld, TileKind::kOperand, buffers.p_t);
   }
   PackSplit(p, job.rows, rank, rank, TileKind::kOperand, buffers.p);
 }
@@ -89,12 +80,13 @@ void BackwardPass::SumHidden(std::int64_t index, std::int64_t part) {
   const BackwardBuffers buffers = BuffersOf(index);
   const ExpertLora& expert = LoraOf(job);
   const Range columns = ColumnsOf(part);
-  const auto sum = [&](Phase phase, LoraMatrix m, const TileMatrix& left, const TileMatrix& right) {
+  const auto sum = [&](Phase phase, LoraMatrix m, const SplitTiles& left_parts, const TileMatrix& right) {
     if (!lora.wants(m)) return;
     PhaseRange range(phase);
-    const GemmSegment segment{right, left};
+    const TileMatrix& left = left_parts.hi;
+    const std::array segments{GemmSegment{right, left}, GemmSegment{right, left_parts.lo}};
     UnpackGemmArgs gemm;
-    gemm.segments = {&segment, 1};
+    gemm.segments = {segments.data(), left_parts.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
     gemm.panels = left.panels;
     gemm.first_column = columns.begin;
     gemm.columns = columns.end - columns.begin;
@@ -107,7 +99,7 @@ void BackwardPass::SumHidden(std::int64_t index, std::int64_t part) {
     range.AddWork(2.0 * job.rows * gemm.panels * kPanelRows * gemm.columns * kTileColumns, 0);
   };
   sum(Phase::kGU3GateDA, kLoraA, buffers.p_t, buffers.x_stored);
-  sum(Phase::kD4LoraGrad, kLoraBDownT, buffers.wv_t, buffers.d_stored);
+  sum(Phase::kD4LoraGrad, kLoraBDownT, {buffers.wv_t, {}}, buffers.d_stored);
 }
 
 void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {

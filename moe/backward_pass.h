@@ -16,12 +16,12 @@ struct BackwardBuffers {
 
   TileMatrix d_stored;    ///< stored [rows][H]: D_e, for dB_d
   TileMatrix wv_t;        ///< operand [R2][rows]: (w s V)^T, for dB_d
-  TileMatrix wq_stored;   ///< stored [rows][R2]: w s Q, for dA_d
+  SplitTiles wq_stored;   ///< stored [rows][R2]: w s Q, for dA_d
   TileMatrix z_t;         ///< operand [I][rows]: Z^T, for dA_d
   TileMatrix d_gate_t;    ///< operand [I][rows]: dG^T, for dB_g
   TileMatrix d_up_t;      ///< operand [I][rows]: dU^T, for dB_u
   TileMatrix low_stored;  ///< stored [rows][R1]: s U_g, s U_u, for dB_g, dB_u
-  TileMatrix p_t;         ///< operand [R1][rows]: P^T, for dA
+  SplitTiles p_t;         ///< operand [R1][rows]: P^T, for dA
   TileMatrix x_stored;    ///< stored [rows][H]: X_e, for dA
 
   std::int64_t Bind(void* memory, std::int64_t rows, const LayerConfig& config, const LoraCall& lora);

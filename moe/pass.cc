@@ -113,21 +113,21 @@ void* Pass::JobMemory(std::int64_t job) const {
   return static_cast<char*>(workspace->jobs.data()) + job % job_slots_ * job_bytes_;
 }
 
-void Pass::PackSplit(float* values, std::int64_t rows, std::int64_t rank, std::int64_t ld, TileKind kind,
+void Pass::PackSplit(float* values, std::int64_t rows, std::int64_t columns, std::int64_t ld, TileKind kind,
                      const SplitTiles& tiles) const {
-  const void* pointers[kMaxChunkRows];
+  std::vector<const void*> pointers(static_cast<std::size_t>(rows));
   for (std::int64_t i = 0; i < rows; ++i) pointers[i] = values + i * ld;
   PackRowsArgs pack;
-  pack.rows = pointers;
+  pack.rows = pointers.data();
   pack.count = rows;
-  pack.columns = rank;
+  pack.columns = columns;
   pack.panels = tiles.hi.panels;
   pack.tile_columns = tiles.hi.columns;
-  TileMatrix& out = kind == TileKind::kPairs ? pack.pairs : pack.operand;
+  TileMatrix& out = kind == TileKind::kPairs ? pack.pairs : kind == TileKind::kStored ? pack.stored : pack.operand;
   out = tiles.hi;
   kernels.pack_rows(pack);
   for (std::int64_t i = 0; i < rows; ++i) {
-    for (std::int64_t k = 0; k < rank; ++k) values[i * ld + k] -= ToFloat(ToBFloat16(values[i * ld + k]));
+    for (std::int64_t k = 0; k < columns; ++k) values[i * ld + k] -= ToFloat(ToBFloat16(values[i * ld + k]));
   }
   out = tiles.lo;
   kernels.pack_rows(pack);

@@ -108,9 +108,10 @@ class Pass {
   /// functions get, and a Pass.
   TaskId AddJobs(void* context, std::span<const Stage> stages);
 
-  /// Lays [rows][rank] fp32 out as hi and lo tiles, pairs or operand. `values` [rows][ld] is overwritten.
-  enum class TileKind { kOperand, kPairs };
-  void PackSplit(float* values, std::int64_t rows, std::int64_t rank, std::int64_t ld, TileKind kind, const SplitTiles& tiles) const;
+  /// Lays [rows][columns] fp32 out as hi and lo tiles. `values` [rows][ld] is overwritten.
+  enum class TileKind { kStored, kOperand, kPairs };
+  void PackSplit(float* values, std::int64_t rows, std::int64_t columns, std::int64_t ld, TileKind kind,
+                 const SplitTiles& tiles) const;
 
  private:
   void BindLora();
