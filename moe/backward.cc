@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <vector>
 
-
 #include "cpu_kernels/tensor_access.h"
 #include "moe/backward_pass.h"
 #include "moe/phases.h"

@@ -1,9 +1,9 @@
 // The down half of the backward: D_e W_d, the gradients of silu and of the routing weights, and the sums over an expert's rows
 // that run along I.
 #include <algorithm>
-#include <vector>
 #include <array>
 #include <cstring>
+#include <vector>
 
 #include "cpu_kernels/tensor_access.h"
 #include "moe/backward_pass.h"

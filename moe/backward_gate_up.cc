@@ -1,7 +1,7 @@
 // The gate and up half of the backward: dX_e = dG W_g + dU W_u + s P A, and the sums over an expert's rows that run along H.
 #include <algorithm>
-#include <vector>
 #include <array>
+#include <vector>
 
 #include "cpu_kernels/tensor_access.h"
 #include "moe/backward_pass.h"
@@ -117,7 +117,8 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   }
   BFloat16* rows[kMaxChunkRows] = {};
   const std::int32_t* slots = Slots(job);
-  for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
+  for (std::int64_t i = 0; i < job.rows; ++i)
+    rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
   const Range columns = ColumnsOf(part);
   UnpackGemmArgs gemm;
   gemm.segments = {segments.data(), with_lora ? std::size_t{4} : std::size_t{2}};

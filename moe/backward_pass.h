@@ -7,12 +7,12 @@ namespace moesaic::moe {
 
 /// Activations of one job between its stages. Those that only gradients need are left empty where none is wanted.
 struct BackwardBuffers {
-  TileMatrix d;         ///< pairs [rows][H]: D_e
-  SplitTiles q;         ///< pairs [rows][R2]: s D_e B_d
-  TileMatrix d_gate;    ///< operand [rows][I]: dG
-  TileMatrix d_up;      ///< operand [rows][I]: dU
-  SplitTiles p;         ///< operand [rows][R1]: s (dG B_g + dU B_u)
-  float* d_weight;      ///< [units of I][rows]: partial sums of dw
+  TileMatrix d;       ///< pairs [rows][H]: D_e
+  SplitTiles q;       ///< pairs [rows][R2]: s D_e B_d
+  TileMatrix d_gate;  ///< operand [rows][I]: dG
+  TileMatrix d_up;    ///< operand [rows][I]: dU
+  SplitTiles p;       ///< operand [rows][R1]: s (dG B_g + dU B_u)
+  float* d_weight;    ///< [units of I][rows]: partial sums of dw
 
   TileMatrix d_stored;    ///< stored [rows][H]: D_e, for dB_d
   TileMatrix wv_t;        ///< operand [R2][rows]: (w s V)^T, for dB_d
@@ -46,16 +46,16 @@ class BackwardPass : public Pass {
   bool wants_gate_up() const;
 
   // backward_down.cc
-  void ScatterAndPack(std::int64_t job, std::int64_t part);  ///< D0, D1, D2
-  void DownLoraLow(const Job& job, const BackwardBuffers& buffers);     ///< D4: Q, and what dA_d and dB_d contract over
-  void DownBase(std::int64_t job, std::int64_t part);        ///< D3, A1 for a range of I
-  void SumIntermediate(std::int64_t job, std::int64_t part);  ///< D4: dA_d; GU3: dB_g, dB_u, for a range of I
+  void ScatterAndPack(std::int64_t job, std::int64_t part);          ///< D0, D1, D2
+  void DownLoraLow(const Job& job, const BackwardBuffers& buffers);  ///< D4: Q, and what dA_d and dB_d contract over
+  void DownBase(std::int64_t job, std::int64_t part);                ///< D3, A1 for a range of I
+  void SumIntermediate(std::int64_t job, std::int64_t part);         ///< D4: dA_d; GU3: dB_g, dB_u, for a range of I
 
   // backward_gate_up.cc
-  void GateUpLora(std::int64_t job, std::int64_t part);   ///< dw; GU2, GU3: P
-  void SumHidden(std::int64_t job, std::int64_t part);    ///< GU3: dA; D4: dB_d, for a range of H
-  void GateUpBase(std::int64_t job, std::int64_t part);   ///< GU1 and GU3's dX for a range of H
-  void Merge(std::int64_t first_token);                   ///< GU4
+  void GateUpLora(std::int64_t job, std::int64_t part);  ///< dw; GU2, GU3: P
+  void SumHidden(std::int64_t job, std::int64_t part);   ///< GU3: dA; D4: dB_d, for a range of H
+  void GateUpBase(std::int64_t job, std::int64_t part);  ///< GU1 and GU3's dX for a range of H
+  void Merge(std::int64_t first_token);                  ///< GU4
 
   const BackwardArgs& args_;
   RowSource hidden_;

@@ -30,7 +30,8 @@ RowSource MakeRowSource(const TensorView& tensor, AlignedBuffer& copy) {
   return {static_cast<const char*>(copy.data()), tensor.dtype, columns * size};
 }
 
-void TransposeSmall(const float* in, std::int64_t ld_in, std::int64_t rows, std::int64_t columns, float* out, std::int64_t ld_out) {
+void TransposeSmall(const float* in, std::int64_t ld_in, std::int64_t rows, std::int64_t columns, float* out,
+                    std::int64_t ld_out) {
   for (std::int64_t i = 0; i < rows; ++i) {
     for (std::int64_t j = 0; j < columns; ++j) out[j * ld_out + i] = in[i * ld_in + j];
   }
@@ -78,7 +79,8 @@ Pass::Range Pass::ColumnsOf(std::int64_t part) const {
 void Pass::Allocate(std::int64_t job_bytes) {
   const auto count = static_cast<std::int64_t>(jobs.size());
   job_bytes_ = RoundUp(job_bytes, 64);
-  job_slots_ = std::clamp<std::int64_t>(JobBudget(threads) / std::max<std::int64_t>(job_bytes_, 1), 1, std::max<std::int64_t>(count, 1));
+  job_slots_ =
+      std::clamp<std::int64_t>(JobBudget(threads) / std::max<std::int64_t>(job_bytes_, 1), 1, std::max<std::int64_t>(count, 1));
   workspace->jobs.Ensure(job_slots_ * job_bytes_);
   if (lora.any()) BindLora();
   BlockingQuery query;

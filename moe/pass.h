@@ -1,11 +1,11 @@
 // What forward and backward share: the plan of one call.
 //
-// A call is one task graph. For every adapter group there are tasks that pack its adapters, for every job a chain of stages (each
-// split over I or H where there are few jobs), and at the end, over blocks of tokens, the merge. A worker that ends one stage goes
-// on with the next of the same job, whose activations are in its cache.
+// A call is one task graph. For every adapter group there are tasks that pack its adapters, for every job a chain of stages
+// (each split over I or H where there are few jobs), and at the end, over blocks of tokens, the merge. A worker that ends one
+// stage goes on with the next of the same job, whose activations are in its cache.
 //
-// Activations of a job and adapters of a group live in rings of slots: a job's first stage waits for the job whose slot it takes.
-// That bounds memory whatever the number of tokens.
+// Activations of a job and adapters of a group live in rings of slots: a job's first stage waits for the job whose slot it
+// takes. That bounds memory whatever the number of tokens.
 #pragma once
 
 #include <cstdint>
@@ -49,15 +49,15 @@ struct TaskIndex {
 struct Stage {
   TaskFunction function;
   std::int64_t parts;
-  /// Adds to the sums of the job's expert: waits for the same part of the expert's previous job, so that the order of addition is
-  /// fixed, and the stages behind it do not wait for it.
+  /// Adds to the sums of the job's expert: waits for the same part of the expert's previous job, so that the order of addition
+  /// is fixed, and the stages behind it do not wait for it.
   bool sums = false;
 };
 
-/// A rank-wide intermediate in two bf16 parts, hi + lo: together they carry 16 bits of each value. One number of it stands in for a
-/// whole row of the result, so that its rounding error does not average out as those of wide operands do; with a small rank and
-/// strong adapters a single part was measured to put 2.5e-3 of relative error on its own into the outputs. The second part is one
-/// more step of the contraction.
+/// A rank-wide intermediate in two bf16 parts, hi + lo: together they carry 16 bits of each value. One number of it stands in
+/// for a whole row of the result, so that its rounding error does not average out as those of wide operands do; with a small
+/// rank and strong adapters a single part was measured to put 2.5e-3 of relative error on its own into the outputs. The second
+/// part is one more step of the contraction.
 struct SplitTiles {
   TileMatrix hi;
   TileMatrix lo;
@@ -130,6 +130,7 @@ class Pass {
 };
 
 /// The fp32 columns [rows][ld] of a transposed result [columns][ld_in].
-void TransposeSmall(const float* in, std::int64_t ld_in, std::int64_t rows, std::int64_t columns, float* out, std::int64_t ld_out);
+void TransposeSmall(const float* in, std::int64_t ld_in, std::int64_t rows, std::int64_t columns, float* out,
+                    std::int64_t ld_out);
 
 }  // namespace moesaic::moe

@@ -180,10 +180,6 @@ inline const BFloat16* WeightTile(const TileMatrix& weights, std::int64_t panel,
   return scratch;
 }
 
-MOESAIC_INLINE void PrefetchTile(const BFloat16* tile) {
-  for (int line = 0; line < 16; ++line) __builtin_prefetch(tile + 32 * line, 0, 2);
-}
-
 template <class Cell>
 void UnpackColumns(const UnpackGemmArgs& args, std::int64_t column, std::int64_t columns, std::int64_t depth) {
   alignas(64) static constexpr BFloat16 kZeros[kTileElements] = {};
@@ -196,12 +192,6 @@ void UnpackColumns(const UnpackGemmArgs& args, std::int64_t column, std::int64_t
         const BFloat16* even = WeightTile(segment.weights, 2 * q, column + n, decoded);
         const BFloat16* odd =
             2 * q + 1 < panels ? WeightTile(segment.weights, 2 * q + 1, column + n, decoded + kTileElements) : kZeros;
-        // The stream of weights, one step (a superblock's two panels) ahead: the hardware's prefetchers alone left a third of the
-        // bandwidth unused here.
-        if (2 * q + 3 < panels && segment.weights.codec == nullptr) {
-          PrefetchTile(segment.weights.Tile(2 * q + 2, column + n));
-          PrefetchTile(segment.weights.Tile(2 * q + 3, column + n));
-        }
         BFloat16* low = args.scratch + (2 * n * depth + first + q) * kTileElements;
         Cell::InterleavePanels(even, odd, low, low + depth * kTileElements);
       }
