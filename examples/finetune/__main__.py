@@ -108,7 +108,7 @@ def train(name: str, options: argparse.Namespace, console: Console) -> Result:
                     continue
                 if kind == "state":
                     bar.update(task, note=event.pop("text"))
-                elif kind == "prepared":
+                elif kind in ("prepared", "note"):
                     console.print(event["text"], style="dim", highlight=False)
                 result.facts |= event
         except BaseException:
@@ -166,8 +166,8 @@ def show(results: dict[str, Result], options: argparse.Namespace, console: Conso
     if len(results) == 2:
         found.append(losses_agree(results))
     if "moesaic" in results:
-        with console.status("loading the adapter into the stock model"):
-            check, text = adapter_in_stock_model(options.out / "moesaic" / "run.json")
+        console.print("loading the adapter into the stock model ...", style="dim")
+        check, text = adapter_in_stock_model(options.out / "moesaic" / "run.json")
         found.append(check)
         console.print(Panel(Text(text), title="the stock model with this adapter writes", title_align="left"))
     console.print(report.checks(found))
@@ -203,6 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0: all checks hold; 1: one failed, or a run did; 2: wrong usage."""
     options = parse(arguments)
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 100
     introduce(options, console)
     results: dict[str, Result] = {}
     try:

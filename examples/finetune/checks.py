@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 from report import Check, Result
 
-#: Each logged loss of the two runs. The arithmetic differs (stock adds B A to the bf16 weights and rounds the sum, the
-#: engine keeps them apart), and so do the tokens whose routing is nearly a tie; a wrong gradient anywhere is far
-#: outside of it.
+#: Each logged loss of the two runs. Their arithmetic differs: stock adds B A to the weights and rounds the sum, the
+#: engine keeps them apart and rounds its operands to bf16; and a token whose routing is nearly a tie may go elsewhere.
 LOSS_BAR = 0.01
 #: Relative L2 error of the logits of the stock model with the trained adapter, against the engine's, both in fp32.
 LOGITS_BAR = 2e-2
@@ -41,10 +41,13 @@ def adapter_in_stock_model(run_file: Path) -> tuple[Check, str]:
         The check, and what the model wrote.
     """
     import torch
+    import transformers
     from data import ANSWER, QUESTION
     from peft import PeftModel
     from training import Run, load, probe_ids
 
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
     run = Run.load(run_file)
     folder = Path(run.out) / "moesaic"
     model, tokenizer = load(run)

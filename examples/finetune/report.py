@@ -60,7 +60,7 @@ def progress(console: Console) -> Progress:
     )
 
 
-def curves(results: Mapping[str, Result], width: int = 72, height: int = 12) -> Text:
+def curves(results: Mapping[str, Result], width: int = 64, height: int = 12) -> Text:
     """The losses over the steps, drawn with braille dots: 2 x 4 of them a character. Where the curves coincide the last
     one hides those before."""
     series = {name: result.losses for name, result in results.items()}
@@ -144,38 +144,40 @@ def comparison(results: Mapping[str, Result], tokens_per_step: int) -> Table:
 
 
 def phases(rows: Sequence[Mapping[str, Any]], threads: int) -> Table:
-    """Where the engine's time went. Phases of different experts overlap, so it is the threads' time that adds up."""
+    """Where the engine's time went. Phases of different experts overlap, so it is the threads' time that adds up; that
+    of a phase fused with another one is apportioned by their flops."""
     table = Table(
         box=SIMPLE_HEAD,
-        title=f"the engine's time by phase ({threads} threads; thread time, summed over all steps and layers)",
+        title=f"the engine's time by phase: thread time of {threads} threads, all steps and layers",
+        caption="~ fused with another phase: time apportioned by flops",
         title_justify="left",
+        caption_justify="left",
     )
-    for column in ("phase", "calls", "ms", "share", "GFLOP/s a thread", "GB/s a thread"):
-        table.add_column(column, justify="left" if column == "phase" else "right")
-    leaves = [row for row in rows if row["name"] not in ("forward", "backward") and row["calls"]]
-    groups = {"backward_down", "backward_activation", "backward_gate_up"}
-    total = sum(row["thread_ms"] for row in leaves if row["name"] not in groups) or 1.0
-    for row in leaves:
-        if row["name"] in groups:
+    table.add_column("phase", no_wrap=True)
+    for column in ("calls", "ms", "share", "GFLOP/s\na thread"):
+        table.add_column(column, justify="right", no_wrap=True)
+    parents = {row["category"] for row in rows}
+    total = sum(row["thread_ms"] for row in rows if row["name"] not in parents) or 1.0
+    headings: set[str] = {"layer"}
+    for row in rows:
+        name, category, milliseconds = row["name"], row["category"], row["thread_ms"]
+        # forward and backward stand for themselves; backward_down is inside; GU3_lora_pass_gate inside backward_gate_up.
+        depth = 0 if category in ("forward", "backward") else 1 if category.startswith("backward_") else 2
+        if category not in headings:
+            headings.add(category)
+            table.add_row("  " * depth + category, style="bold")
+        if name in parents:
             continue
-        milliseconds = row["thread_ms"]
-        rate = f"{row['flops'] / milliseconds / 1e6:,.1f}" if row["flops"] and milliseconds else ""
-        bandwidth = f"{row['bytes'] / milliseconds / 1e6:,.1f}" if row["bytes"] and milliseconds else ""
         share = milliseconds / total
         table.add_row(
-            row["name"],
+            "  " * (depth + 1) + name,
             f"{row['calls']:,}",
-            f"{milliseconds:,.1f}",
-            f"{share:6.1%}",
-            rate,
-            bandwidth,
-            style=_heat(share),
+            f"{'~' if row['apportioned'] else ''}{milliseconds:,.1f}",
+            f"{share:.1%}",
+            f"{row['flops'] / milliseconds / 1e6:,.1f}" if row["flops"] and milliseconds else "",
+            style="" if share >= 0.01 else "dim",
         )
     return table
-
-
-def _heat(share: float) -> str:
-    return "bold" if share >= 0.15 else "" if share >= 0.01 else "dim"
 
 
 def checks(found: Sequence[Check]) -> Panel:

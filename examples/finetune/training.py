@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from data import byte_tokenizer, python_questions, read_rows
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -27,8 +26,13 @@ from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
     Qwen3MoeConfig,
+    Trainer,
     TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
 )
+
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,14 @@ def load(run: Run) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def with_lora(model: PreTrainedModel, run: Run) -> Any:
-    """LoRA on attention and on all experts. The seed makes the adapters of both runs start equal."""
+    """LoRA on attention and on all experts. The seed makes the adapters of both runs start equal. The embeddings and
+    the head of a model with random weights know nothing yet: they are trained whole, and saved with the adapter."""
     config = LoraConfig(
         r=run.rank,
         lora_alpha=2 * run.rank,
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
         target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        modules_to_save=["embed_tokens", "lm_head"] if run.model is None else None,
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(run.seed)
@@ -143,11 +149,72 @@ class Events(TrainerCallback):  # type: ignore[misc]
             emit("step", step=state.global_step, loss=logs["loss"], seconds=self._seconds)
 
 
+def make_trainer(
+    run: Run, model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, Any]], out: Path
+) -> Trainer:
+    """TRL's SFTTrainer, with its defaults (gradient checkpointing, the router's auxiliary loss); where TRL is missing,
+    transformers' own with the same settings, for rows of text."""
+    settings: dict[str, Any] = {
+        "output_dir": str(out),
+        "use_cpu": True,
+        "bf16": run.dtype == "bfloat16",
+        "max_steps": run.steps,
+        "per_device_train_batch_size": run.batch_size,
+        "gradient_checkpointing": True,
+        "learning_rate": run.learning_rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": max(1, run.steps // 20),
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "include_num_input_tokens_seen": "all",
+        "seed": run.seed,
+        "data_seed": run.seed,
+    }
+    try:
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+    except ImportError:
+        emit("note", text="TRL is not installed: transformers' Trainer takes its place")
+        blocks = text_blocks(tokenizer, rows, run.length)
+        arguments = TrainingArguments(**settings)
+        return Trainer(
+            model, arguments, train_dataset=blocks, data_collator=default_data_collator, callbacks=[Events()]
+        )
+    return SFTTrainer(
+        model=model,
+        # Packed: as many tokens in each step.
+        args=SFTConfig(**settings, max_length=run.length, packing=True, packing_strategy="wrapped"),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[Events()],
+    )
+
+
+def text_blocks(
+    tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, Any]], length: int
+) -> list[dict[str, list[int]]]:
+    """All texts one after the other, cut into blocks of `length` tokens.
+
+    Raises:
+        ValueError: a row has no text, or there are fewer tokens than one block takes.
+    """
+    ids: list[int] = []
+    for row in rows:
+        if "text" not in row:
+            raise ValueError(f"a row has {sorted(row)}; without TRL every row needs a text")
+        ids += [*tokenizer(row["text"]).input_ids, tokenizer.eos_token_id]
+    blocks = [ids[n : n + length] for n in range(0, len(ids) - length + 1, length)]
+    if not blocks:
+        raise ValueError(f"the data has {len(ids)} tokens; one row takes {length}")
+    return [{"input_ids": block, "labels": block} for block in blocks]
+
+
 def train(run: Run) -> None:
     """Trains, saves the adapter as PEFT does, and leaves the logits of `probe_ids` beside it, in fp32: so that what
     differs from the stock model later is what the experts compute, and not how bf16 rounds everything around them."""
-    from trl import SFTConfig, SFTTrainer
-
     out = Path(run.out) / run.name
     out.mkdir(parents=True, exist_ok=True)
     emit("state", text="building the model" if run.model is None else "loading the model")
@@ -169,34 +236,7 @@ def train(run: Run) -> None:
     emit("state", text="reading the data")
     rows = python_questions(run.seed) if run.data is None else read_rows(Path(run.data))
     model = with_lora(model, run)
-    arguments = SFTConfig(
-        output_dir=str(out / "trainer"),
-        use_cpu=True,
-        bf16=run.dtype == "bfloat16",
-        max_steps=run.steps,
-        per_device_train_batch_size=run.batch_size,
-        max_length=run.length,
-        packing=True,  # full rows: as many tokens in each step
-        include_num_input_tokens_seen="all",
-        packing_strategy="wrapped",
-        learning_rate=run.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=max(1, run.steps // 20),
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        seed=run.seed,
-        data_seed=run.seed,
-    )
-    trainer = SFTTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        callbacks=[Events()],
-    )
+    trainer = make_trainer(run, model, tokenizer, rows, out / "trainer")
     trainer.remove_callback(PrinterCallback)
     emit("state", text="training", loaded_bytes=resident_bytes(), rows=len(rows))
     if run.name == "moesaic":
