@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# Before PyTorch loads its OpenMP. Its threads otherwise spin after each region, and on a host that is busy with more than
-# these tests every tiny operation waits for a core. Results do not depend on it.
+# Before PyTorch loads its OpenMP. Its threads otherwise spin after each region, and on a host that is busy with more
+# than these tests every tiny operation waits for a core. Results do not depend on it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
