@@ -51,6 +51,10 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   const std::int64_t bytes_per_column = std::max<std::int64_t>(1, query.intermediate) * 64;
   blocking.unpack_columns = std::clamp<std::int64_t>(HostCaches().l2 / 4 / bytes_per_column, 1, 8);
   blocking.tokens_per_merge = 32;
+  if (tasks == 1 && query.threads > 1) {
+    blocking.tail_jobs = std::min<std::int64_t>(query.jobs, query.threads);
+    blocking.tail_parts = 4;
+  }
   return blocking;
 }
 

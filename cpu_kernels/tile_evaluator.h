@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace moesaic {
 
@@ -30,11 +31,11 @@ std::int64_t ChunkRows(std::int64_t hidden, std::int64_t intermediate);
 /// A call of the layer, as far as its blocking depends on it.
 struct BlockingQuery {
   std::int64_t jobs = 0;          ///< (expert, chunk) pairs with rows
-  std::int64_t slots = 0;         ///< jobs that fit the scratch memory at a time
   std::int64_t rows = 0;          ///< most rows of a job
   std::int64_t hidden = 0;        ///< H
   std::int64_t intermediate = 0;  ///< I
   int threads = 1;
+  std::int64_t slots = std::numeric_limits<std::int64_t>::max();  ///< jobs that fit the scratch memory at a time
 };
 
 struct Blocking {
@@ -42,6 +43,8 @@ struct Blocking {
   std::int64_t hidden_columns_per_task;      ///< tile columns (32) of H that one task computes, >= 1
   std::int64_t unpack_columns;               ///< tile columns unpacked to cache at a time, >= 1
   std::int64_t tokens_per_merge;             ///< tokens that one merge task adds up, >= 1
+  std::int64_t tail_jobs = 0;                ///< the last jobs, which are cut finer so that no core idles while others finish
+  std::int64_t tail_parts = 1;               ///< how many times finer
 };
 
 /// Rows of I in the smallest task, and in one partial sum of the routing weights' gradient.

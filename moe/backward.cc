@@ -40,7 +40,8 @@ std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, const LayerC
 
 BackwardPass::BackwardPass(const LayerConfig& config, const PackedWeights& weights, const BackwardArgs& args,
                            const threadpool::Pool& pool)
-    : Pass(config, weights, args.lora, args.d_lora, args.weights.shape[0], args.weights.shape[1], pool), args_(args) {
+    : Pass(Phase::kBackward, config, weights, args.lora, args.d_lora, args.weights.shape[0], args.weights.shape[1], pool),
+      args_(args) {
   routing = args.saved->routing;
   const std::int64_t slots = tokens * top_k;
   workspace->tokens.Ensure(slots);
@@ -80,16 +81,16 @@ void BackwardPass::Run(threadpool::Pool& pool) {
   Allocate(measure.Bind(nullptr, most_rows, config, lora));
 
   std::vector<Stage> stages;
-  stages.push_back({Task<&BackwardPass::ScatterAndPack>, 1});
-  stages.push_back({Task<&BackwardPass::DownBase>, intermediate_parts()});
+  stages.push_back({Task<&BackwardPass::ScatterAndPack>, Cut::kWhole});
+  stages.push_back({Task<&BackwardPass::DownBase>, Cut::kIntermediate});
   if (lora.wants(kLoraBGate) || lora.wants(kLoraBUp) || lora.wants(kLoraADownT)) {
-    stages.push_back({Task<&BackwardPass::SumIntermediate>, intermediate_parts(), true});
+    stages.push_back({Task<&BackwardPass::SumIntermediate>, Cut::kIntermediate, true});
   }
-  stages.push_back({Task<&BackwardPass::GateUpLora>, 1});
+  stages.push_back({Task<&BackwardPass::GateUpLora>, Cut::kWhole});
   if (lora.wants(kLoraA) || lora.wants(kLoraBDownT)) {
-    stages.push_back({Task<&BackwardPass::SumHidden>, hidden_parts(), true});
+    stages.push_back({Task<&BackwardPass::SumHidden>, Cut::kHidden, true});
   }
-  if (args_.d_hidden.defined()) stages.push_back({Task<&BackwardPass::GateUpBase>, hidden_parts()});
+  if (args_.d_hidden.defined()) stages.push_back({Task<&BackwardPass::GateUpBase>, Cut::kHidden});
   const TaskId computed = AddJobs(this, stages);
   if (args_.d_hidden.defined()) {
     for (std::int64_t t = 0; t < tokens; t += blocking.tokens_per_merge) {

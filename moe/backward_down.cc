@@ -123,7 +123,7 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   gemm.ldc = gemm.activation_panels * kPanelRows;
   gemm.c = static_cast<float*>(ThreadScratch(kTileColumns * gemm.ldc * static_cast<std::int64_t>(sizeof(float))));
   const std::int64_t capacity = RoundUp(job.rows, kTileColumns);
-  const Range blocks = BlocksOf(part);
+  const Range blocks = RangeOf(index, Cut::kIntermediate, part);
   for (std::int64_t block = blocks.begin; block < blocks.end; ++block) {
     gemm.first_panel = 2 * block;
     gemm.panels = std::min<std::int64_t>(2, down.panels - gemm.first_panel);
@@ -168,7 +168,7 @@ void BackwardPass::SumIntermediate(std::int64_t index, std::int64_t part) {
   const Job& job = jobs[index];
   const BackwardBuffers buffers = BuffersOf(index);
   const ExpertLora& expert = LoraOf(job);
-  const Range blocks = BlocksOf(part);
+  const Range blocks = RangeOf(index, Cut::kIntermediate, part);
   const auto sum = [&](Phase phase, LoraMatrix m, const TileMatrix& left, const SplitTiles& right_parts) {
     if (!lora.wants(m)) return;
     PhaseRange range(phase);

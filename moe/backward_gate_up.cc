@@ -79,7 +79,7 @@ void BackwardPass::SumHidden(std::int64_t index, std::int64_t part) {
   const Job& job = jobs[index];
   const BackwardBuffers buffers = BuffersOf(index);
   const ExpertLora& expert = LoraOf(job);
-  const Range columns = ColumnsOf(part);
+  const Range columns = RangeOf(index, Cut::kHidden, part);
   const auto sum = [&](Phase phase, LoraMatrix m, const SplitTiles& left_parts, const TileMatrix& right) {
     if (!lora.wants(m)) return;
     PhaseRange range(phase);
@@ -119,7 +119,7 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   const std::int32_t* slots = Slots(job);
   for (std::int64_t i = 0; i < job.rows; ++i)
     rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
-  const Range columns = ColumnsOf(part);
+  const Range columns = RangeOf(index, Cut::kHidden, part);
   UnpackGemmArgs gemm;
   gemm.segments = {segments.data(), with_lora ? std::size_t{4} : std::size_t{2}};
   gemm.panels = CeilDiv(job.rows, kPanelRows);

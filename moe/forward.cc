@@ -36,7 +36,7 @@ struct ForwardBuffers {
 class ForwardPass : public Pass {
  public:
   ForwardPass(const LayerConfig& config, const PackedWeights& weights, const ForwardArgs& args, threadpool::Pool& pool)
-      : Pass(config, weights, args.lora, {}, args.ids.shape[0], args.ids.shape[1], pool), args_(args) {}
+      : Pass(Phase::kForward, config, weights, args.lora, {}, args.ids.shape[0], args.ids.shape[1], pool), args_(args) {}
 
   void Run(threadpool::Pool& pool) {
     {
@@ -76,11 +76,11 @@ class ForwardPass : public Pass {
     ForwardBuffers measure;
     Allocate(measure.Bind(nullptr, most_rows, config, lora));
     const std::array stages = {
-        Stage{[](void* self, std::int64_t i, int) { Self(self).PackInput(TaskIndex::Job(i)); }, 1},
+        Stage{[](void* self, std::int64_t i, int) { Self(self).PackInput(TaskIndex::Job(i)); }, Cut::kWhole},
         Stage{[](void* self, std::int64_t i, int) { Self(self).GateUp(TaskIndex::Job(i), TaskIndex::Part(i)); },
-              intermediate_parts()},
-        Stage{[](void* self, std::int64_t i, int) { Self(self).DownLora(TaskIndex::Job(i)); }, 1},
-        Stage{[](void* self, std::int64_t i, int) { Self(self).Down(TaskIndex::Job(i), TaskIndex::Part(i)); }, hidden_parts()},
+              Cut::kIntermediate},
+        Stage{[](void* self, std::int64_t i, int) { Self(self).DownLora(TaskIndex::Job(i)); }, Cut::kWhole},
+        Stage{[](void* self, std::int64_t i, int) { Self(self).Down(TaskIndex::Job(i), TaskIndex::Part(i)); }, Cut::kHidden},
     };
     const TaskId computed = AddJobs(this, stages);
     for (std::int64_t t = 0; t < tokens; t += blocking.tokens_per_merge) {
@@ -170,7 +170,7 @@ class ForwardPass : public Pass {
     Carver carver(ThreadScratch(2 * kTileColumns * gemm.ldc * static_cast<std::int64_t>(sizeof(float))));
     float* gate_sums = carver.Take<float>(kTileColumns * gemm.ldc);
     float* up_sums = carver.Take<float>(kTileColumns * gemm.ldc);
-    const Range blocks = BlocksOf(part);
+    const Range blocks = RangeOf(index, Cut::kIntermediate, part);
     for (std::int64_t block = blocks.begin; block < blocks.end; ++block) {
       gemm.first_panel = 2 * block;
       gemm.panels = std::min<std::int64_t>(2, gate.panels - gemm.first_panel);
@@ -248,7 +248,7 @@ class ForwardPass : public Pass {
     const std::int32_t* slots = Slots(job);
     for (std::int64_t i = 0; i < job.rows; ++i)
       rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
-    const Range columns = ColumnsOf(part);
+    const Range columns = RangeOf(index, Cut::kHidden, part);
     UnpackGemmArgs gemm;
     gemm.segments = {segments.data(), lora.down_rank() > 0 ? std::size_t{3} : std::size_t{1}};
     gemm.panels = CeilDiv(job.rows, kPanelRows);

@@ -37,7 +37,7 @@ void TransposeSmall(const float* in, std::int64_t ld_in, std::int64_t rows, std:
   }
 }
 
-Pass::Pass(const LayerConfig& config_, const PackedWeights& weights_, std::span<const LoraAdapter> adapters,
+Pass::Pass(Phase direction, const LayerConfig& config_, const PackedWeights& weights_, std::span<const LoraAdapter> adapters,
            std::span<const LoraAdapterGrad> gradients, std::int64_t tokens_, std::int64_t top_k_, const threadpool::Pool& pool)
     : config(config_),
       weights(weights_),
@@ -46,7 +46,8 @@ Pass::Pass(const LayerConfig& config_, const PackedWeights& weights_, std::span<
       tokens(tokens_),
       top_k(top_k_),
       padded_hidden(RoundUp(config_.hidden_size, kTileColumns)),
-      threads(pool.num_threads()) {}
+      threads(pool.num_threads()),
+      direction_(direction) {}
 
 void Pass::Plan() {
   jobs = BuildJobs(config, routing);
@@ -58,22 +59,24 @@ void Pass::Plan() {
   for (const Job& job : jobs) most_rows = std::max(most_rows, RoundUp(job.rows, kTileColumns));
 }
 
-std::int64_t Pass::intermediate_parts() const {
-  return CeilDiv(CeilDiv(config.intermediate_size, kIntermediateUnit), blocking.intermediate_units_per_task);
+std::int64_t Pass::PartSize(std::int64_t job, Cut cut) const {
+  const std::int64_t parts = job >= static_cast<std::int64_t>(jobs.size()) - blocking.tail_jobs ? blocking.tail_parts : 1;
+  // Parts of I are whole units; parts of H whole superblocks, where there are several.
+  if (cut == Cut::kIntermediate) return CeilDiv(blocking.intermediate_units_per_task, parts) * kBlocksPerUnit;
+  const std::int64_t columns = blocking.hidden_columns_per_task;
+  return parts == 1 ? columns : std::min(columns, RoundUp(CeilDiv(columns, parts), kSuperblock));
 }
 
-std::int64_t Pass::hidden_parts() const {
-  return CeilDiv(CeilDiv(config.hidden_size, kTileColumns), blocking.hidden_columns_per_task);
+std::int64_t Pass::PartsOf(std::int64_t job, Cut cut) const {
+  if (cut == Cut::kWhole) return 1;
+  const std::int64_t size = cut == Cut::kIntermediate ? config.intermediate_size : config.hidden_size;
+  return CeilDiv(CeilDiv(size, kTileColumns), PartSize(job, cut));
 }
 
-Pass::Range Pass::BlocksOf(std::int64_t part) const {
-  const std::int64_t size = blocking.intermediate_units_per_task * kBlocksPerUnit;
-  return {part * size, std::min((part + 1) * size, CeilDiv(config.intermediate_size, kTileColumns))};
-}
-
-Pass::Range Pass::ColumnsOf(std::int64_t part) const {
-  const std::int64_t size = blocking.hidden_columns_per_task;
-  return {part * size, std::min((part + 1) * size, CeilDiv(config.hidden_size, kTileColumns))};
+Pass::Range Pass::RangeOf(std::int64_t job, Cut cut, std::int64_t part) const {
+  const std::int64_t size = cut == Cut::kIntermediate ? config.intermediate_size : config.hidden_size;
+  const std::int64_t step = PartSize(job, cut);
+  return {part * step, std::min((part + 1) * step, CeilDiv(size, kTileColumns))};
 }
 
 void Pass::Allocate(std::int64_t job_bytes) {
@@ -135,8 +138,15 @@ void Pass::PackSplit(float* values, std::int64_t rows, std::int64_t columns, std
   kernels.pack_rows(pack);
 }
 
+Phase Pass::LoraPhase(LoraMatrix m) const {
+  const bool down = m == kLoraADownT || m == kLoraBDownT;
+  if (direction_ == Phase::kForward) return down ? Phase::kDownLora : Phase::kGateUpLora;
+  return down ? Phase::kD4LoraGrad : m == kLoraBUp ? Phase::kGU3LoraPassUp : Phase::kGU3LoraPassGate;
+}
+
 void Pass::PackTask(void* pass, std::int64_t index, int) {
   const Pass& self = *static_cast<const Pass*>(pass);
+  const PhaseRange range(self.LoraPhase(static_cast<LoraMatrix>(TaskIndex::Part(index))));
   const JobGroup& group = self.groups[TaskIndex::Job(index)];
   std::vector<ExpertLora> targets;
   for (std::int64_t expert : group.experts) targets.push_back(self.expert_lora_[expert]);
@@ -145,6 +155,7 @@ void Pass::PackTask(void* pass, std::int64_t index, int) {
 
 void Pass::WriteTask(void* pass, std::int64_t index, int) {
   const Pass& self = *static_cast<const Pass*>(pass);
+  const PhaseRange range(self.LoraPhase(static_cast<LoraMatrix>(TaskIndex::Part(index))));
   const std::int64_t first = self.groups[TaskIndex::Job(index)].first_expert;
   const std::int64_t last = std::min(first + self.lora_group_, self.config.num_experts);
   const std::span<const ExpertLora> all(self.expert_lora_);
@@ -167,9 +178,15 @@ std::vector<TaskId> Pass::AddJob(void* context, std::int64_t job, std::span<cons
   std::vector<TaskId> own_sums;
   for (const Stage& stage : stages) {
     std::vector<TaskId> tasks;
-    const bool matched = stage.sums && static_cast<std::int64_t>(before.size()) == stage.parts;
-    if (!matched && before.size() > 1 && stage.parts > 1) before = {Join(before)};
-    for (std::int64_t part = 0; part < stage.parts; ++part) {
+    const std::int64_t parts = PartsOf(job, stage.cut);
+    const bool matched = stage.sums && static_cast<std::int64_t>(before.size()) == parts;
+    if (!matched && before.size() > 1 && parts > 1) before = {Join(before)};
+    // The same ranges as in the expert's previous job, or else all of that job's sums come first.
+    const bool follows = stage.sums && jobs[job].previous >= 0;
+    const bool same_ranges = follows && PartSize(job, Cut::kIntermediate) == PartSize(job - 1, Cut::kIntermediate) &&
+                             PartSize(job, Cut::kHidden) == PartSize(job - 1, Cut::kHidden);
+    const TaskId all_sums = follows && !same_ranges ? Join(sums) : -1;
+    for (std::int64_t part = 0; part < parts; ++part) {
       const TaskId task = graph.Add(stage.function, context, TaskIndex::Encode(job, part));
       tasks.push_back(task);
       if (matched) {
@@ -180,7 +197,7 @@ std::vector<TaskId> Pass::AddJob(void* context, std::int64_t job, std::span<cons
         }
       }
       if (!stage.sums) continue;
-      if (jobs[job].previous >= 0) graph.AddEdge(sums[sum_index], task);
+      if (follows) graph.AddEdge(same_ranges ? sums[sum_index] : all_sums, task);
       ++sum_index;
       own_sums.push_back(task);
     }

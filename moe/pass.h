@@ -18,6 +18,7 @@
 #include "moe/layer.h"
 #include "moe/lora.h"
 #include "moe/packed_weights.h"
+#include "moe/phases.h"
 #include "moe/workspace.h"
 
 namespace moesaic::moe {
@@ -45,10 +46,13 @@ struct TaskIndex {
   static std::int64_t Part(std::int64_t index) { return index & 0xffffff; }
 };
 
+/// What a stage's parts are ranges of: nothing (one part), blocks of 32 rows of I, or tile columns of H.
+enum class Cut { kWhole, kIntermediate, kHidden };
+
 /// One stage of a job: the same function for each of its parts, over TaskIndex(job, part).
 struct Stage {
   TaskFunction function;
-  std::int64_t parts;
+  Cut cut;
   /// Adds to the sums of the job's expert: waits for the same part of the expert's previous job, so that the order of addition
   /// is fixed, and the stages behind it do not wait for it.
   bool sums = false;
@@ -65,7 +69,8 @@ struct SplitTiles {
 
 class Pass {
  public:
-  Pass(const LayerConfig& config, const PackedWeights& weights, std::span<const LoraAdapter> adapters,
+  /// @param direction  Phase::kForward or Phase::kBackward
+  Pass(Phase direction, const LayerConfig& config, const PackedWeights& weights, std::span<const LoraAdapter> adapters,
        std::span<const LoraAdapterGrad> gradients, std::int64_t tokens, std::int64_t top_k, const threadpool::Pool& pool);
 
   const LayerConfig& config;
@@ -87,14 +92,12 @@ class Pass {
 
   const std::int32_t* Slots(const Job& job) const { return routing + config.num_experts + 1 + job.begin; }
 
-  /// Parts into which the stages over I and over H are cut, and what a part covers: blocks of 32 rows of I, tile columns of H.
+  /// Parts into which a job's stages are cut, and what a part covers.
   struct Range {
     std::int64_t begin, end;
   };
-  std::int64_t intermediate_parts() const;
-  std::int64_t hidden_parts() const;
-  Range BlocksOf(std::int64_t part) const;
-  Range ColumnsOf(std::int64_t part) const;
+  std::int64_t PartsOf(std::int64_t job, Cut cut) const;
+  Range RangeOf(std::int64_t job, Cut cut, std::int64_t part) const;
 
   /// Cuts the routing into jobs.
   void Plan();
@@ -115,13 +118,18 @@ class Pass {
 
  private:
   void BindLora();
+  /// Blocks or columns in one part.
+  std::int64_t PartSize(std::int64_t job, Cut cut) const;
   TaskId Join(std::span<const TaskId> tasks);
   /// Tasks of one job; `previous` and `sums` are those of the job before it of the same expert and of this one.
   std::vector<TaskId> AddJob(void* context, std::int64_t job, std::span<const Stage> stages, TaskId start,
                              std::vector<TaskId>& sums);
+  /// The phase that packing adapters and writing their gradients counts for.
+  Phase LoraPhase(LoraMatrix m) const;
   static void PackTask(void* pass, std::int64_t index, int worker);
   static void WriteTask(void* pass, std::int64_t index, int worker);
 
+  Phase direction_;
   std::int64_t job_bytes_ = 0;
   std::int64_t job_slots_ = 1;
   std::int64_t lora_group_ = 1;  ///< experts of a group
