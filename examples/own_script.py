@@ -1,13 +1,14 @@
-"""LoRA fine-tuning of an MoE model on a CPU through moesaic: the whole script. ``python own_script.py MODEL TEXT OUT``."""
+"""LoRA fine-tuning of an MoE model on a CPU through moesaic, the whole script: ``own_script.py MODEL TEXT OUT``."""
 
 import sys
 
-import moesaic.hf
 import torch
 from datasets import load_dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
+
+import moesaic.hf
 
 name, text, out = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)

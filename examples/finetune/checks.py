@@ -23,7 +23,7 @@ def losses_agree(results: Mapping[str, Result]) -> Check:
     return Check(
         "the losses agree",
         differences[worst] <= LOSS_BAR,
-        f"they differ by {differences[worst]:.3%} at most (step {worst + 1}); the bar is {LOSS_BAR:.0%} at every step",
+        f"they differ by {differences[worst]:.4%} at most (step {worst + 1}); the bar is {LOSS_BAR:.0%} at every step",
     )
 
 

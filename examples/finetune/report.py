@@ -161,7 +161,7 @@ def phases(rows: Sequence[Mapping[str, Any]], threads: int) -> Table:
     headings: set[str] = {"layer"}
     for row in rows:
         name, category, milliseconds = row["name"], row["category"], row["thread_ms"]
-        # forward and backward stand for themselves; backward_down is inside; GU3_lora_pass_gate inside backward_gate_up.
+        # forward and backward stand for themselves, backward_down is inside, GU3_lora_pass_gate inside that.
         depth = 0 if category in ("forward", "backward") else 1 if category.startswith("backward_") else 2
         if category not in headings:
             headings.add(category)
