@@ -236,7 +236,7 @@ py::object OutputTensor::ToTorch() {
     tensor->deleter(tensor);
   });
   if (capsule == nullptr) throw py::error_already_set();
-  (void)managed_.release();  // PyTorch's now, or the capsule's
+  [[maybe_unused]] const auto* released = managed_.release();  // PyTorch's now, or the capsule's
   return Torch::Get().from_dlpack(py::reinterpret_steal<py::object>(capsule));
 }
 

@@ -23,7 +23,7 @@ struct ByteCodec {
 /// The same matrix as bytes and as bf16 tiles.
 class CompressedWeights {
  public:
-  CompressedWeights(const Dense& values) : tiles_(Order::kStored, values, true), compressed_(tiles_.matrix()) {
+  explicit CompressedWeights(const Dense& values) : tiles_(Order::kStored, values, true), compressed_(tiles_.matrix()) {
     bytes_.resize(static_cast<std::size_t>(compressed_.size()));
     for (std::int64_t p = 0; p < compressed_.panels; ++p) {
       for (std::int64_t c = 0; c < compressed_.columns; ++c) {
