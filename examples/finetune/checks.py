@@ -62,6 +62,7 @@ def adapter_in_stock_model(run_file: Path) -> tuple[Check, str]:
         error <= LOGITS_BAR,
         f"its logits differ from the engine's by {error:.1e} (relative L2); the bar is {LOGITS_BAR:.0e}",
     )
+    model = model.merge_and_unload()  # stock would add the adapter to all weights again for every token
     prompt = tokenizer(f"{QUESTION}What does str.join do?{ANSWER}", return_tensors="pt", add_special_tokens=False)
     torch.manual_seed(run.seed)
     with torch.no_grad():
