@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu_kernels/simd.h"
+#include "cpu_kernels/gemm/tiles.h"
 
 namespace {
 
@@ -28,42 +28,57 @@ struct EmulatedTiles {
   template <int kC, int kA, int kB>
   void MultiplyAdd() {
     const std::uint32_t* a = registers_[kA];
-    const std::uint32_t* b = registers_[kB];
-    std::uint32_t* c = registers_[kC];
-    // The right factor's pairs as two rows of fp32; then four rows of C at a time stay in vector registers.
-    F32x16 b_even[16], b_odd[16];
+    float* c = reinterpret_cast<float*>(registers_[kC]);
+    // The right factor's pairs as two rows of fp32.
+    alignas(64) float b[32][16];
     for (int p = 0; p < 16; ++p) {
-      U32x16 pair;
-      std::memcpy(&pair, b + 16 * p, sizeof(pair));
-      const U32x16 even = pair << 16, odd = pair & 0xffff0000u;
-      std::memcpy(&b_even[p], &even, sizeof(even));
-      std::memcpy(&b_odd[p], &odd, sizeof(odd));
+      for (int j = 0; j < 16; ++j) {
+        const std::uint32_t pair = registers_[kB][16 * p + j];
+        b[2 * p][j] = Half(pair << 16);
+        b[2 * p + 1][j] = Half(pair & 0xffff0000u);
+      }
     }
-    for (int i = 0; i < 16; i += kRows) {
-      F32x16 sum[kRows];
-      for (int r = 0; r < kRows; ++r) std::memcpy(&sum[r], c + 16 * (i + r), sizeof(F32x16));
-      for (int p = 0; p < 16; ++p) {
-        for (int r = 0; r < kRows; ++r) {
-          const std::uint32_t pair = a[16 * (i + r) + p];
-          sum[r] += Half(pair << 16) * b_even[p];
-          sum[r] += Half(pair & 0xffff0000u) * b_odd[p];
+    // Four rows of C and two of the machine's vectors at a time: eight accumulators stay in registers.
+    for (int j = 0; j < 16; j += 2 * kLanes) {
+      for (int i = 0; i < 16; i += 4) {
+        Vector sum[4][2];
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) {
+          std::memcpy(&sum[r][0], c + 16 * (i + r) + j, sizeof(Vector));
+          std::memcpy(&sum[r][1], c + 16 * (i + r) + j + kLanes, sizeof(Vector));
+        }
+        for (int p = 0; p < 32; ++p) {
+          Vector right[2];
+          std::memcpy(&right, &b[p][j], sizeof(right));
+#pragma GCC unroll 4
+          for (int r = 0; r < 4; ++r) {
+            const std::uint32_t pair = a[16 * (i + r) + p / 2];
+            const float left = Half(p % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
+            sum[r][0] += left * right[0];
+            sum[r][1] += left * right[1];
+          }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) {
+          std::memcpy(c + 16 * (i + r) + j, &sum[r][0], sizeof(Vector));
+          std::memcpy(c + 16 * (i + r) + j + kLanes, &sum[r][1], sizeof(Vector));
         }
       }
-      for (int r = 0; r < kRows; ++r) std::memcpy(c + 16 * (i + r), &sum[r], sizeof(F32x16));
     }
   }
 
  private:
 #if defined(__AVX2__)
-  static constexpr int kRows = 4;
+  static constexpr int kLanes = 8;
 #else
-  static constexpr int kRows = 2;
+  static constexpr int kLanes = 4;
 #endif
+  using Vector = float __attribute__((vector_size(kLanes * sizeof(float))));
 
-  static F32x16 Half(std::uint32_t bits) {
+  static float Half(std::uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof(value));
-    return Broadcast(value);
+    return value;
   }
 
   alignas(64) std::uint32_t registers_[8][256];
