@@ -19,15 +19,12 @@ RowSource MakeRowSource(const TensorView& tensor, AlignedBuffer& copy) {
   if (tensor.stride[1] == 1 || columns == 1) {
     return {static_cast<const char*>(tensor.data), tensor.dtype, tensor.stride[0] * size};
   }
-  copy.Ensure(rows * columns * size);
+  copy.Ensure(rows * columns * SizeOf(DType::kBFloat16));
+  auto* to = static_cast<BFloat16*>(copy.data());
   for (std::int64_t i = 0; i < rows; ++i) {
-    for (std::int64_t j = 0; j < columns; ++j) {
-      const std::int64_t from = (i * tensor.stride[0] + j * tensor.stride[1]) * size;
-      std::memcpy(static_cast<char*>(copy.data()) + (i * columns + j) * size, static_cast<const char*>(tensor.data) + from,
-                  static_cast<std::size_t>(size));
-    }
+    for (std::int64_t j = 0; j < columns; ++j) *to++ = ToBFloat16(LoadFloat(tensor, i, j));
   }
-  return {static_cast<const char*>(copy.data()), tensor.dtype, columns * size};
+  return {static_cast<const char*>(copy.data()), DType::kBFloat16, columns * SizeOf(DType::kBFloat16)};
 }
 
 void TransposeSmall(const float* in, std::int64_t ld_in, std::int64_t rows, std::int64_t columns, float* out,

@@ -36,7 +36,8 @@ struct RowSource {
   const void* Row(std::int64_t token) const { return data + token * row_bytes; }
 };
 
-/// The tensor itself where its rows are contiguous, else a copy of it in `copy`.
+/// The tensor itself where its rows are contiguous, else a copy in `copy`: in bf16, to which packing would round it anyway, so
+/// that the backward's two copies stay within 4 * T * H bytes.
 RowSource MakeRowSource(const TensorView& tensor, AlignedBuffer& copy);
 
 /// A task index that names a job and a part of its stage.

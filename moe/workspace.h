@@ -15,7 +15,7 @@ struct Workspace {
   AlignedBuffer lora;          ///< packed adapters of the groups in flight
   AlignedBuffer gradients;     ///< their gradients' fp32 sums
   AlignedBuffer tokens;        ///< routing weights and tables, a few bytes a slot
-  AlignedBuffer dense;         ///< hidden (forward) or d_out (backward) as contiguous rows, where the caller's are not
+  AlignedBuffer dense;         ///< bf16 [T][H]: hidden (forward) or d_out (backward), where the caller's has no dense rows
   AlignedBuffer dense_hidden;  ///< the same for hidden in the backward
 };
 
