@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     fast = computes_in_bfloat16()
     options.dtype = options.dtype or ("bfloat16" if fast else "float32")
     # A host without bf16 arithmetic gets a shorter run, so that it ends within minutes as well.
-    options.steps = options.steps or (100 if fast else 20)
+    options.steps = options.steps or (60 if fast else 20)
     options.batch_size = options.batch_size or (4 if fast else 2)
     options.length = options.length or (256 if fast else 128)
     for name in ("steps", "batch_size", "length", "rank"):
