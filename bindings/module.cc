@@ -13,6 +13,7 @@
 #include "bindings/layer_module.h"
 #include "bindings/tensor.h"
 #include "cpu_kernels/isa.h"
+#include "moe/workspace.h"
 #include "profiling/range.h"
 #include "threadpool/pool.h"
 
@@ -110,7 +111,14 @@ void BindMemory(py::module_& module) {
     row["reused"] = stats.reused;
     return row;
   });
-  module.def("trim_memory", [] { return Arena::Default().Trim(); }, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "trim_memory",
+      [] {
+        const std::int64_t scratch = moe::StoredWorkspaceBytes();
+        moe::ReleaseWorkspaces();
+        return Arena::Default().Trim() + scratch;
+      },
+      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

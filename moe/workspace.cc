@@ -1,5 +1,7 @@
 #include "moe/workspace.h"
 
+#include <pthread.h>
+
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -16,7 +18,11 @@ struct Store {
 };
 
 Store& GetStore() {
-  static Store* const store = new Store;  // never destroyed: threads may outlive static objects
+  static Store* const store = [] {
+    // A child of fork() must not find the mutex held by a thread that it does not have.
+    pthread_atfork([] { GetStore().mutex.lock(); }, [] { GetStore().mutex.unlock(); }, [] { GetStore().mutex.unlock(); });
+    return new Store;  // never destroyed: threads may outlive static objects
+  }();
   return *store;
 }
 
