@@ -114,9 +114,8 @@ void BindMemory(py::module_& module) {
   module.def(
       "trim_memory",
       [] {
-        const std::int64_t scratch = moe::StoredWorkspaceBytes();
         moe::ReleaseWorkspaces();
-        return Arena::Default().Trim() + scratch;
+        return Arena::Default().Trim();
       },
       py::call_guard<py::gil_scoped_release>());
 }

@@ -57,12 +57,12 @@ def memory_stats() -> MemoryStats:
 
 
 def trim_memory() -> int:
-    """Returns all memory that the arena keeps for reuse to the system.
+    """Returns all memory that the arena keeps for reuse to the system, and the scratch memory of past calls.
 
     It does so by itself for what is not used again: kept and used memory together stay below 1.25 times the most that
     was in use at once lately, plus 64 MiB.
 
     Returns:
-        Bytes returned.
+        Bytes that the arena returned.
     """
     return _core.trim_memory()
