@@ -14,11 +14,13 @@
 #include "cpu_kernels/tensor_access.h"
 #include "cpu_kernels/tile_evaluator.h"
 #include "tests/moe/expect.h"
+#include "tests/threadpool/sources.h"
 
 namespace moesaic::moe {
 namespace {
 
 using threadpool::Pool;
+using threadpool::SourceName;
 using threadpool::ThreadSource;
 
 ProblemSpec MediumSpec() {
@@ -163,7 +165,9 @@ TEST(Layer, NanStaysInItsToken) {
   }
 }
 
-TEST(Layer, SameBitsForAnyThreads) {
+class LayerOnBothSources : public threadpool::BothSources {};
+
+TEST_P(LayerOnBothSources, SameBitsForAnyThreads) {
   for (const Routing routing : {Routing::kUniform, Routing::kSkewed, Routing::kOneExpert}) {
     ProblemSpec spec = MediumSpec();
     spec.tokens = 300;
@@ -175,19 +179,19 @@ TEST(Layer, SameBitsForAnyThreads) {
     const Saved saved(layer, problem);
     const Tensor out = RunForward(layer, problem, one, &saved);
     const Gradients gradients = RunBackward(layer, problem, one, saved);
-    for (const ThreadSource source : {ThreadSource::kOwn, ThreadSource::kOpenMp}) {
-      for (const int threads : {1, 2, 3, 8}) {
-        SCOPED_TRACE(testing::Message() << "threads " << threads << " source " << static_cast<int>(source));
-        Pool pool(threads, source);
-        const ExpertsLayer other = MakeLayer(problem, pool);  // packing in parallel gives the same weights
-        const Saved other_saved(other, problem);
-        EXPECT_TRUE(RunForward(other, problem, pool, &other_saved) == out);
-        EXPECT_TRUE(Equal(RunBackward(other, problem, pool, other_saved), gradients));
-        EXPECT_TRUE(Equal(RunBackward(other, problem, pool, saved), gradients)) << "with the state that one thread saved";
-      }
+    for (const int threads : {1, 2, 3, 8}) {
+      SCOPED_TRACE(testing::Message() << "threads " << threads);
+      Pool pool(threads, GetParam());
+      const ExpertsLayer other = MakeLayer(problem, pool);  // packing in parallel gives the same weights
+      const Saved other_saved(other, problem);
+      EXPECT_TRUE(RunForward(other, problem, pool, &other_saved) == out);
+      EXPECT_TRUE(Equal(RunBackward(other, problem, pool, other_saved), gradients));
+      EXPECT_TRUE(Equal(RunBackward(other, problem, pool, saved), gradients)) << "with the state that one thread saved";
     }
   }
 }
+
+MOESAIC_BOTH_SOURCES(LayerOnBothSources);
 
 TEST(Layer, SameBitsForAnyBlocking) {
   ProblemSpec spec = MediumSpec();
