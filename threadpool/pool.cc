@@ -65,7 +65,7 @@ class Pool::Impl : public ForkListener {
 
   void SetNumThreads(int n) {
     RequireOutside("SetNumThreads");
-    const std::lock_guard turn(turn_);
+    const Turn turn(*this);
     if (n == num_threads()) return;
     team_.reset();
     num_threads_.store(n, std::memory_order_relaxed);
@@ -73,7 +73,7 @@ class Pool::Impl : public ForkListener {
 
   void SetSource(ThreadSource source) {
     RequireOutside("SetSource");
-    const std::lock_guard turn(turn_);
+    const Turn turn(*this);
     if (InForkedChild()) source = ThreadSource::kOwn;
     if (source == this->source()) return;
     team_.reset();
@@ -91,7 +91,7 @@ class Pool::Impl : public ForkListener {
       alone.job().RethrowFailure();
       return;
     }
-    const std::lock_guard turn(turn_);
+    const Turn turn(*this);
     Executor& executor = Team();
     Job& job = executor.job();
     prepare(job);
@@ -116,11 +116,13 @@ class Pool::Impl : public ForkListener {
   // its state is left as it is, never touched again, and a new one is made on the next run.
   void AfterForkInChild() override {
     new (&turn_) TurnLock;
+    if (Turn::Holds(*this)) turn_.lock();  // the forking thread's, which it will end
     abandoned_ = team_.release();
     source_.store(ThreadSource::kOwn, std::memory_order_relaxed);
   }
 
  private:
+  friend class Turn;
   struct TeamState {
     explicit TeamState(const void* pool, int lanes) : executor(pool, lanes, lanes > HostPus()) {}
     Executor executor;
@@ -143,6 +145,27 @@ class Pool::Impl : public ForkListener {
   std::unique_ptr<TeamState> team_;
   TeamState* abandoned_ = nullptr;  // keeps it reachable for leak checkers
 };
+
+thread_local const Pool::Turn* Pool::Turn::innermost = nullptr;
+
+bool Pool::Turn::Holds(const Impl& pool) {
+  for (const Turn* turn = innermost; turn != nullptr; turn = turn->outer_) {
+    if (turn->locks_ && &turn->pool_ == &pool) return true;
+  }
+  return false;
+}
+
+Pool::Turn::Turn(Impl& pool) : pool_(pool), locks_(WorkerFrame::WorkerOf(&pool) < 0 && !Holds(pool)), outer_(innermost) {
+  if (locks_) pool_.turn_.lock();
+  innermost = this;
+}
+
+Pool::Turn::Turn(Pool& pool) : Turn(*pool.impl_) {}
+
+Pool::Turn::~Turn() {
+  innermost = outer_;
+  if (locks_) pool_.turn_.unlock();
+}
 
 Pool::Pool(int num_threads, ThreadSource source)
     : impl_(std::make_unique<Impl>(num_threads == 0 ? DefaultThreads() : CheckThreads("num_threads", num_threads), source)) {}

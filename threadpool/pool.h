@@ -102,9 +102,32 @@ class Pool {
         const_cast<void*>(static_cast<const void*>(&body)));
   }
 
+  /// While it lives, only the calling thread runs on the pool: its Run() calls go ahead, others wait. For memory that the
+  /// callers of a pool share. Turns nest; inside a task of the pool, which has its caller's turn already, one changes nothing.
+  /// Ends on the thread on which it began.
+  class Turn;
+
  private:
   class Impl;
   std::unique_ptr<Impl> impl_;
+};
+
+class Pool::Turn {
+ public:
+  explicit Turn(Pool& pool);
+  ~Turn();
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  friend class Pool::Impl;
+  explicit Turn(Impl& pool);
+  static bool Holds(const Impl& pool);
+
+  Impl& pool_;
+  const bool locks_;  // false: this thread holds the turn already
+  const Turn* const outer_;
+  static thread_local const Turn* innermost;
 };
 
 }  // namespace moesaic::threadpool

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -124,6 +125,29 @@ TEST_P(Fork, WhileAnotherThreadResizes) {
   for (int round = 0; round < 25; ++round) ExpectInChild([&] { return Works(pool); });
   stop = true;
   resizer.join();
+}
+
+TEST_P(Fork, DuringATurn) {
+  Pool pool(2, GetParam());
+  ASSERT_TRUE(Works(pool));
+  {
+    const Pool::Turn turn(pool);
+    ExpectInChild([&] { return Works(pool); });
+  }
+  std::optional<Pool::Turn> turn(pool);
+  LetThreadsStart();
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(30);
+    turn.reset();  // a child may end the turn that it was born with
+    const bool good = Works(pool);
+    std::thread([&] { _exit(good && Works(pool) ? 0 : 1); }).join();
+  }
+  int status = 1;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  turn.reset();
+  EXPECT_TRUE(Works(pool));
 }
 
 TEST_P(Fork, InsideATask) {

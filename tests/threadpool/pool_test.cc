@@ -105,6 +105,28 @@ TEST_P(PoolTest, CallersAreServedOneAfterTheOther) {
   EXPECT_EQ(calls, kCallers * 50 * 20);
 }
 
+TEST_P(PoolTest, ATurnKeepsOthersOut) {
+  Pool pool(3, GetParam()), other(2, GetParam());
+  int shared = 0;  // no lock but the turn
+  std::vector<std::thread> callers;
+  for (int me = 0; me < 4; ++me) {
+    callers.emplace_back([&] {
+      for (int round = 0; round < 50; ++round) {
+        const Pool::Turn turn(pool);
+        const int before = ++shared;
+        ExpectAllOnce(pool, 20);
+        ExpectAllOnce(other, 20);  // a turn on one pool is none on another
+        const Pool::Turn nested(pool);
+        pool.ParallelFor(4, [&](std::int64_t, int) { const Pool::Turn inside(pool); });
+        pool.SetNumThreads(2 + round % 2);
+        EXPECT_EQ(shared, before);
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(shared, 200);
+}
+
 TEST_P(PoolTest, ARunInsideATaskIsExecutedByItsWorker) {
   Pool pool(3, GetParam());
   std::atomic<int> mistakes{0}, calls{0};
