@@ -133,11 +133,11 @@ void CheckPairGrad(const std::string& name, const LoraPairGrad& grad, const Lora
   CheckGrad(name + ".b", grad.b, pair.b);
 }
 
-/// Slots are numbered in int32.
-void CheckSlots(std::int64_t tokens, std::int64_t top_k) {
-  if (top_k < 1) Fail("top_k_weights has k = ", top_k, "; expected k >= 1");
+/// k as `name` has it. Slots are numbered in int32.
+void CheckSlots(const char* name, std::int64_t tokens, std::int64_t top_k) {
+  if (top_k < 1) Fail(name, " has k = ", top_k, "; expected k >= 1");
   if (tokens > std::numeric_limits<std::int32_t>::max() / top_k) {
-    Fail("hidden and top_k_weights have T = ", tokens, " and k = ", top_k, "; expected T * k < 2^31");
+    Fail("hidden and ", name, " have T = ", tokens, " and k = ", top_k, "; expected T * k < 2^31");
   }
 }
 
@@ -203,8 +203,8 @@ void ValidateForward(const LayerConfig& config, const ForwardArgs& args) {
   const std::int64_t tokens = args.hidden.shape[0];
   CheckTensor("top_k_ids", args.ids, {{tokens, "T"}, {-1, "k"}}, kIdTypes);
   const std::int64_t top_k = args.ids.shape[1];
+  CheckSlots("top_k_ids", tokens, top_k);
   CheckTensor("top_k_weights", args.weights, {{tokens, "T"}, {top_k, "k"}}, kActivationTypes);
-  CheckSlots(tokens, top_k);
   CheckLora(config, args.lora);
   CheckOutput("out", args.out, {{tokens, "T"}, {config.hidden_size, "H"}}, kActivationTypes);
   if (args.saved != nullptr) CheckSaved(*args.saved, tokens * top_k, args.lora);
@@ -223,7 +223,7 @@ void ValidateBackward(const LayerConfig& config, const BackwardArgs& args) {
   const std::int64_t tokens = args.hidden.shape[0];
   CheckTensor("top_k_weights", args.weights, {{tokens, "T"}, {-1, "k"}}, kActivationTypes);
   const std::int64_t top_k = args.weights.shape[1];
-  CheckSlots(tokens, top_k);
+  CheckSlots("top_k_weights", tokens, top_k);
   CheckLora(config, args.lora);
   CheckTensor("d_out", args.d_out, {{tokens, "T"}, {config.hidden_size, "H"}}, kActivationTypes);
   if (args.d_hidden.defined()) {

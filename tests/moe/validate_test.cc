@@ -166,7 +166,7 @@ TEST_F(ValidateTest, ForwardShapesAndTypes) {
   EXPECT_EQ(ForwardError(args), "top_k_weights has shape [5, 3]; expected [T = 5, k = 2]");
   args = Forward();
   args.ids.shape[1] = args.weights.shape[1] = 0;
-  EXPECT_EQ(ForwardError(args), "top_k_weights has k = 0; expected k >= 1");
+  EXPECT_EQ(ForwardError(args), "top_k_ids has k = 0; expected k >= 1");
   args = Forward();
   args.out.shape[0] = 6;
   EXPECT_EQ(ForwardError(args), "out has shape [6, 8]; expected [T = 5, H = 8]");
@@ -175,7 +175,7 @@ TEST_F(ValidateTest, ForwardShapesAndTypes) {
   EXPECT_EQ(ForwardError(args), "out is written and has stride 0 along dimension 0 of size 5; expected distinct elements");
   args = Forward();
   args.hidden.shape[0] = args.ids.shape[0] = args.weights.shape[0] = args.out.shape[0] = std::int64_t{1} << 30;
-  EXPECT_EQ(ForwardError(args), "hidden and top_k_weights have T = 1073741824 and k = 2; expected T * k < 2^31");
+  EXPECT_EQ(ForwardError(args), "hidden and top_k_ids have T = 1073741824 and k = 2; expected T * k < 2^31");
 }
 
 TEST_F(ValidateTest, Lora) {
