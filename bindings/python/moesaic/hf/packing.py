@@ -116,7 +116,7 @@ def drop(block: nn.Module) -> None:
 def release(block: nn.Module) -> int:
     """Frees the parameters of a packed block; returns the bytes."""
     packed: Packed = block.__dict__[_KEY]
-    freed = release_block(block, packed.layer)
+    freed = release_block(block, packed.layer, writable)
     fingerprints = tuple(_fingerprint(block._parameters[name]) for name in WEIGHTS)  # type: ignore[arg-type]
     block.__dict__[_KEY] = Packed(packed.layer, fingerprints)
     return freed

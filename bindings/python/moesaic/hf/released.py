@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +118,8 @@ class ReleasedParameter(ReleasedWeight, nn.Parameter):
 class ReleasedBlock:
     """What an experts block can do besides while its weights are released: mixed in before its own class."""
 
+    _writable: Callable[[nn.Module], AbstractContextManager[None]]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward, unless it would run on something else than the engine."""
         name = implementation(self)  # type: ignore[arg-type]
@@ -151,9 +154,7 @@ class ReleasedBlock:
         if not any(prefix + name in state_dict for name in WEIGHTS):
             load(state_dict, prefix, *args)
             return
-        from moesaic.hf.packing import writable  # which imports this module
-
-        with writable(self):  # type: ignore[arg-type]
+        with self._writable(self):  # type: ignore[arg-type]
             load(state_dict, prefix, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReleasedBlock:
@@ -173,8 +174,15 @@ def is_released(block: nn.Module) -> bool:
     return isinstance(block, ReleasedBlock)
 
 
-def release_block(block: nn.Module, layer: ExpertsLayer) -> int:
+def release_block(
+    block: nn.Module, layer: ExpertsLayer, writable: Callable[[nn.Module], AbstractContextManager[None]]
+) -> int:
     """Frees the base weights of `block`, which `layer` holds packed.
+
+    Args:
+        block: the experts block.
+        layer: its packed weights.
+        writable: makes the parameters ordinary ones for a while, to load a state into them.
 
     Returns:
         Bytes that the parameters held and hold no longer.
@@ -189,7 +197,7 @@ def release_block(block: nn.Module, layer: ExpertsLayer) -> int:
         _set_data(parameter, _placeholder(parameter))
         _claim(parameter, Source(layer, index))
     if not is_released(block):
-        block.__class__ = _released_class(type(block))
+        block.__class__ = _released_class(type(block), writable)
     return freed
 
 
@@ -213,9 +221,10 @@ def restore_block(block: nn.Module) -> None:
 _released_classes: dict[type, type] = {}
 
 
-def _released_class(original: type) -> type:
+def _released_class(original: type, writable: Callable[[nn.Module], AbstractContextManager[None]]) -> type:
     if original not in _released_classes:
-        names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+        names["_writable"] = staticmethod(writable)
         # Under its own name: transformers, accelerate and PEFT look classes up by it.
         _released_classes[original] = type(original.__name__, (ReleasedBlock, original), names)
     return _released_classes[original]
