@@ -56,15 +56,30 @@ struct UnpackGemmArgs {
   std::int64_t columns = 0;  ///< columns of C / 32
   float* c = nullptr;        ///< [16 panels][ldc] fp32; or null, and the result goes to `rows`
   std::int64_t ldc = 0;
-  bool accumulate = false;             ///< start from C instead of 0 (only with c)
-  BFloat16* const* rows = nullptr;     ///< one pointer for each row of C, rounded to bf16; null: the row is dropped
-  BFloat16* scratch = nullptr;         ///< UnpackScratchElements(...), 64-byte aligned
-  std::int64_t columns_per_group = 1;  ///< tile columns unpacked at a time
-  PrefetchRange prefetch;
+  bool accumulate = false;          ///< start from C instead of 0 (only with c)
+  BFloat16* const* rows = nullptr;  ///< one pointer for each row of C, rounded to bf16; null: the row is dropped
+  BFloat16* scratch = nullptr;      ///< UnpackScratchElements(...), 64-byte aligned
 };
 
-/// Elements of UnpackGemmArgs::scratch.
-std::int64_t UnpackScratchElements(std::span<const GemmSegment> segments, std::int64_t columns_per_group);
+/// Elements of UnpackGemmArgs::scratch: two tile columns of all segments, unpacked.
+std::int64_t UnpackScratchElements(std::span<const GemmSegment> segments);
+
+/// One product of the gradient form.
+struct GradientSegment {
+  TileMatrix left;   ///< operand [rows of C][t]
+  TileMatrix right;  ///< row pairs [t][columns of C]: its panels are columns of C / 16, its columns t / 32
+};
+
+/// Gradient form: the contraction runs along the rows t of activations. Both factors are activations.
+///   C[i][n] (+)= sum over segments, t:  left[16 first_panel + i][t] * right[t][n]
+struct GradientGemmArgs {
+  std::span<const GradientSegment> segments;
+  std::int64_t first_panel = 0;
+  std::int64_t panels = 0;   ///< rows of C / 16
+  float* c = nullptr;        ///< [16 panels][ldc], 64-byte aligned rows; 16 * right.panels columns are written
+  std::int64_t ldc = 0;      ///< elements, a multiple of 16
+  bool accumulate = false;   ///< start from C instead of 0
+};
 
 /// Rounds rows to bf16 and lays them out as tiles: value = row[c] * row_scale[r] * column_scale[c], in fp32, rounded once.
 /// What lies beyond `count` and `columns` is filled with zeros. Each output may be left out (data null).
@@ -78,11 +93,19 @@ struct PackRowsArgs {
   TileMatrix stored;
   TileMatrix operand;
   TileMatrix pairs;
+  TileMatrix row_pairs;          ///< panels: columns / 16; columns: rows / 32, so `panels` is even
   std::int64_t first_panel = 0;   ///< where the rows go: row r to panel first_panel + r / 16
   std::int64_t panels = 0;        ///< panels to fill, the last ones with zeros
   std::int64_t first_column = 0;  ///< the range of tile columns to fill
   std::int64_t tile_columns = 0;
 };
+
+/// Where forward keeps G and U of a block of `rows` <= 32 rows of I for backward: tokens in groups of 16, each group [rows][16]
+/// (the last one [rows][what is left]). Element (i, t) of `tokens`:
+MOESAIC_INLINE std::int64_t SavedPosition(std::int64_t i, std::int64_t t, std::int64_t rows, std::int64_t tokens) {
+  const std::int64_t first = t / 16 * 16;
+  return first * rows + i * (tokens - first < 16 ? tokens - first : 16) + t - first;
+}
 
 /// Z = silu(G) * U for 32 rows of I (a block), from the transposed results of the direct form.
 struct SwigluForwardArgs {
@@ -91,7 +114,7 @@ struct SwigluForwardArgs {
   std::int64_t ld = 0;
   std::int64_t tokens = 0;         ///< valid columns
   std::int64_t rows = 32;          ///< valid rows (fewer at the end of I)
-  BFloat16* saved_gate = nullptr;  ///< [rows][tokens] bf16, or null
+  BFloat16* saved_gate = nullptr;  ///< rows * tokens elements (SavedPosition), or null
   BFloat16* saved_up = nullptr;
   TileMatrix z;  ///< operand tiles [tokens][I]: column `block` is written
   std::int64_t block = 0;
@@ -104,14 +127,14 @@ struct SwigluBackwardArgs {
   std::int64_t ld = 0;
   std::int64_t tokens = 0;
   std::int64_t rows = 32;
-  const BFloat16* saved_gate = nullptr;  ///< [rows][tokens]
+  const BFloat16* saved_gate = nullptr;  ///< rows * tokens elements (SavedPosition)
   const BFloat16* saved_up = nullptr;
   const float* routing_weight = nullptr;  ///< [tokens]
   float* d_weight = nullptr;              ///< [tokens rounded up to 16], added to
   std::int64_t block = 0;                 ///< which 32 rows of I
   TileMatrix d_gate;                      ///< operand tiles [tokens][I]: column `block` is written
   TileMatrix d_up;
-  TileMatrix d_gate_t;  ///< operand tiles [I][tokens]: panels 2 block and 2 block + 1 are written; data null: left out
+  TileMatrix d_gate_t;  ///< operand tiles [32][tokens] of the block; data null: left out
   TileMatrix d_up_t;
   TileMatrix z_t;
 };
@@ -136,6 +159,7 @@ struct KernelTier {
   bool (*runs_here)();  ///< supported by the CPU and permitted by the operating system
   void (*direct_gemm)(const DirectGemmArgs&);
   void (*unpack_gemm)(const UnpackGemmArgs&);
+  void (*gradient_gemm)(const GradientGemmArgs&);
   void (*pack_rows)(const PackRowsArgs&);
   void (*swiglu_forward)(const SwigluForwardArgs&);
   void (*swiglu_backward)(const SwigluBackwardArgs&);

@@ -47,9 +47,6 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   blocking.intermediate_units_per_task = CeilDivide(units, std::min(units, query.threads == 1 ? 1 : tasks));
   // Superblocks of weights are 8 columns wide: a narrower task would read them in pieces.
   blocking.hidden_columns_per_task = std::min(columns, CeilDivide(CeilDivide(columns, query.threads == 1 ? 1 : tasks), 8) * 8);
-  // The unpacked panel shares L2 with the activations: a quarter of it.
-  const std::int64_t bytes_per_column = std::max<std::int64_t>(1, query.intermediate) * 64;
-  blocking.unpack_columns = std::clamp<std::int64_t>(HostCaches().l2 / 4 / bytes_per_column, 1, 8);
   blocking.tokens_per_merge = 32;
   if (tasks == 1 && query.threads > 1) {
     blocking.tail_jobs = std::min<std::int64_t>(query.jobs, query.threads);

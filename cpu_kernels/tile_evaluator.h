@@ -41,7 +41,6 @@ struct BlockingQuery {
 struct Blocking {
   std::int64_t intermediate_units_per_task;  ///< units of kIntermediateUnit rows of I that one task computes, >= 1
   std::int64_t hidden_columns_per_task;      ///< tile columns (32) of H that one task computes, >= 1
-  std::int64_t unpack_columns;               ///< tile columns unpacked to cache at a time, >= 1
   std::int64_t tokens_per_merge;             ///< tokens that one merge task adds up, >= 1
   std::int64_t tail_jobs = 0;                ///< the last jobs, which are cut finer so that no core idles while others finish
   std::int64_t tail_parts = 1;               ///< how many times finer

@@ -9,13 +9,16 @@
 
 namespace moesaic::moe {
 
-std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, const LayerConfig& config, const LoraCall& lora) {
+std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, const LayerConfig& config, const LoraCall& lora,
+                                   bool in_chunks) {
   Carver carver(memory);
-  const auto take = [&](bool wanted, std::int64_t r, std::int64_t c) {
+  const auto place = [&](bool wanted, TileMatrix tiles) {
     if (!wanted) return TileMatrix{};
-    TileMatrix tiles = TileMatrix::Activations(nullptr, r, c);
     tiles.data = carver.Take<BFloat16>(tiles.size());
     return tiles;
+  };
+  const auto take = [&](bool wanted, std::int64_t r, std::int64_t c) {
+    return place(wanted, TileMatrix::Activations(nullptr, r, c));
   };
   const std::int64_t h = config.hidden_size, inner = config.intermediate_size;
   const std::int64_t r1 = lora.padded_input_rank(), r2 = lora.padded_down_rank();
@@ -26,15 +29,16 @@ std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, const LayerC
   d_up = take(true, rows, inner);
   p = {take(r1 > 0, rows, r1), take(r1 > 0, rows, r1)};
   d_weight = carver.Take<float>(CeilDiv(inner, kIntermediateUnit) * rows);
-  d_stored = take(lora.wants(kLoraBDownT), rows, h);
   wv_t = take(lora.wants(kLoraBDownT), r2, rows);
-  wq_stored = {take(lora.wants(kLoraADownT), rows, r2), take(lora.wants(kLoraADownT), rows, r2)};
-  z_t = take(lora.wants(kLoraADownT), inner, rows);
-  d_gate_t = take(d_b, inner, rows);
-  d_up_t = take(d_b, inner, rows);
-  low_stored = take(d_b, rows, r1);
   p_t = {take(lora.wants(kLoraA), r1, rows), take(lora.wants(kLoraA), r1, rows)};
-  x_stored = take(lora.wants(kLoraA), rows, h);
+  const TileMatrix by_rank1 = TileMatrix::RowPairs(nullptr, rows, lora.input_rank());
+  const TileMatrix by_rank2 = TileMatrix::RowPairs(nullptr, rows, lora.down_rank());
+  low = place(d_b, by_rank1);
+  wq = {place(lora.wants(kLoraADownT), by_rank2), place(lora.wants(kLoraADownT), by_rank2)};
+  for (const LoraMatrix m : kIntermediateSums) {
+    const bool wanted = in_chunks && lora.wants(m);
+    partial[m] = wanted ? carver.Take<float>(RoundUp(inner, kTileColumns) * RoundUp(lora.columns(m), kTileColumns)) : nullptr;
+  }
   return carver.used();
 }
 
@@ -54,7 +58,7 @@ BackwardPass::BackwardPass(const LayerConfig& config, const PackedWeights& weigh
 
 BackwardBuffers BackwardPass::BuffersOf(std::int64_t job) const {
   BackwardBuffers buffers;
-  buffers.Bind(JobMemory(job), RoundUp(jobs[job].rows, kTileColumns), config, lora);
+  buffers.Bind(JobMemory(job), RoundUp(jobs[job].rows, kTileColumns), config, lora, in_chunks_);
   return buffers;
 }
 
@@ -67,10 +71,11 @@ bool BackwardPass::wants_gate_up() const { return args_.d_hidden.defined() || lo
 
 void BackwardPass::Run(threadpool::Pool& pool) {
   Plan();
+  in_chunks_ = std::any_of(jobs.begin(), jobs.end(), [](const Job& job) { return job.previous >= 0; });
   hidden_ = MakeRowSource(args_.hidden, workspace->dense_hidden);
   d_out_ = MakeRowSource(args_.d_out, workspace->dense);
   if (args_.d_hidden.defined()) {
-    workspace->rows.Ensure(tokens * top_k * padded_hidden * static_cast<std::int64_t>(sizeof(BFloat16)));
+    workspace->rows.Ensure(tokens * top_k * row_pitch() * static_cast<std::int64_t>(sizeof(BFloat16)));
   }
   if (args_.d_weights.defined()) {
     for (std::int64_t s = 0; s < tokens * top_k; ++s) {
@@ -78,12 +83,12 @@ void BackwardPass::Run(threadpool::Pool& pool) {
     }
   }
   BackwardBuffers measure;
-  Allocate(measure.Bind(nullptr, most_rows, config, lora));
+  Allocate(measure.Bind(nullptr, most_rows, config, lora, in_chunks_));
 
   std::vector<Stage> stages;
   stages.push_back({Task<&BackwardPass::ScatterAndPack>, Cut::kWhole});
   stages.push_back({Task<&BackwardPass::DownBase>, Cut::kIntermediate});
-  if (lora.wants(kLoraBGate) || lora.wants(kLoraBUp) || lora.wants(kLoraADownT)) {
+  if (in_chunks_ && (lora.wants(kLoraBGate) || lora.wants(kLoraBUp) || lora.wants(kLoraADownT))) {
     stages.push_back({Task<&BackwardPass::SumIntermediate>, Cut::kIntermediate, true});
   }
   stages.push_back({Task<&BackwardPass::GateUpLora>, Cut::kWhole});

@@ -33,7 +33,6 @@ void BackwardPass::ScatterAndPack(std::int64_t index, std::int64_t) {
     pack.count = job.rows;
     pack.columns = config.hidden_size;
     pack.pairs = buffers.d;
-    pack.stored = buffers.d_stored;
     pack.panels = buffers.d.panels;
     pack.tile_columns = buffers.d.columns;
     kernels.pack_rows(pack);
@@ -48,16 +47,16 @@ void BackwardPass::DownLoraLow(const Job& job, const BackwardBuffers& buffers) {
   float routing_weights[kMaxChunkRows];
   LoadWeights(job, routing_weights);
   const void* rows[kMaxChunkRows];
-  if (buffers.low_stored.data != nullptr) {
+  if (buffers.low.data != nullptr) {
     PackRowsArgs pack;
     for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = args_.saved->gate_up_low + (job.begin + i) * r1;
     pack.rows = rows;
     pack.dtype = DType::kBFloat16;
     pack.count = job.rows;
     pack.columns = r1;
-    pack.stored = buffers.low_stored;
-    pack.panels = buffers.low_stored.panels;
-    pack.tile_columns = buffers.low_stored.columns;
+    pack.row_pairs = buffers.low;
+    pack.panels = 2 * buffers.low.columns;
+    pack.tile_columns = CeilDiv(r1, kTileColumns);
     kernels.pack_rows(pack);
   }
   if (r2 == 0) return;
@@ -76,12 +75,12 @@ void BackwardPass::DownLoraLow(const Job& job, const BackwardBuffers& buffers) {
   for (std::int64_t i = 0; i < job.rows; ++i) {
     for (std::int64_t k = 0; k < rank; ++k) q[i * rank + k] *= lora.down_scale()[k];
   }
-  if (buffers.wq_stored.hi.data != nullptr) {
+  if (buffers.wq.hi.data != nullptr) {
     float* wq = q_t;
     for (std::int64_t i = 0; i < job.rows; ++i) {
       for (std::int64_t k = 0; k < rank; ++k) wq[i * rank + k] = routing_weights[i] * q[i * rank + k];
     }
-    PackSplit(wq, job.rows, r2, rank, TileKind::kStored, buffers.wq_stored);
+    PackSplit(wq, job.rows, r2, rank, TileKind::kRowPairs, buffers.wq);
   }
   PackSplit(q, job.rows, r2, rank, TileKind::kPairs, buffers.q);
   if (buffers.wv_t.data == nullptr) return;
@@ -121,8 +120,19 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   gemm.segments = {segments.data(), with_lora ? std::size_t{3} : std::size_t{1}};
   gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
   gemm.ldc = gemm.activation_panels * kPanelRows;
-  gemm.c = static_cast<float*>(ThreadScratch(kTileColumns * gemm.ldc * static_cast<std::int64_t>(sizeof(float))));
   const std::int64_t capacity = RoundUp(job.rows, kTileColumns);
+  TileMatrix transposed = TileMatrix::Activations(nullptr, kTileColumns, capacity);
+  Carver carver(ThreadScratch(kTileColumns * gemm.ldc * static_cast<std::int64_t>(sizeof(float)) +
+                              3 * (transposed.size() * static_cast<std::int64_t>(sizeof(BFloat16)) + 64)));
+  gemm.c = carver.Take<float>(kTileColumns * gemm.ldc);
+  const auto take_transposed = [&](bool wanted) {
+    if (!wanted) return TileMatrix{};
+    transposed.data = carver.Take<BFloat16>(transposed.size());
+    return transposed;
+  };
+  const bool d_b = buffers.low.data != nullptr;
+  const TileMatrix d_gate_t = take_transposed(d_b), d_up_t = take_transposed(d_b);
+  const TileMatrix z_t = take_transposed(buffers.wq.hi.data != nullptr);
   const Range blocks = RangeOf(index, Cut::kIntermediate, part);
   for (std::int64_t block = blocks.begin; block < blocks.end; ++block) {
     gemm.first_panel = 2 * block;
@@ -140,55 +150,66 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
                     2.0 * kPanelRows * gemm.panels * config.hidden_size);
       if (with_lora) range.Share(Phase::kD4LoraGrad, 2.0 * job.rows * kPanelRows * gemm.panels * lora.down_rank(), 0);
     }
-    PhaseRange parent(Phase::kBackwardActivation);
-    PhaseRange range(Phase::kA1SiluBackward);
-    const std::int64_t unit = block * kTileColumns / kIntermediateUnit;
-    float* d_weight = buffers.d_weight + unit * capacity;
-    if (block * kTileColumns % kIntermediateUnit == 0) std::fill(d_weight, d_weight + capacity, 0.0f);
     SwigluBackwardArgs swiglu;
-    swiglu.d_z = gemm.c;
-    swiglu.ld = gemm.ldc;
-    swiglu.tokens = job.rows;
-    swiglu.rows = std::min(kTileColumns, inner - block * kTileColumns);
-    swiglu.saved_gate = args_.saved->gate + job.begin * inner + block * kTileColumns * job.rows;
-    swiglu.saved_up = args_.saved->up + job.begin * inner + block * kTileColumns * job.rows;
-    swiglu.routing_weight = routing_weights;
-    swiglu.d_weight = d_weight;
-    swiglu.block = block;
-    swiglu.d_gate = buffers.d_gate;
-    swiglu.d_up = buffers.d_up;
-    swiglu.d_gate_t = buffers.d_gate_t;
-    swiglu.d_up_t = buffers.d_up_t;
-    swiglu.z_t = buffers.z_t;
-    kernels.swiglu_backward(swiglu);
+    {
+      PhaseRange parent(Phase::kBackwardActivation);
+      PhaseRange range(Phase::kA1SiluBackward);
+      const std::int64_t unit = block * kTileColumns / kIntermediateUnit;
+      float* d_weight = buffers.d_weight + unit * capacity;
+      if (block * kTileColumns % kIntermediateUnit == 0) std::fill(d_weight, d_weight + capacity, 0.0f);
+      swiglu.d_z = gemm.c;
+      swiglu.ld = gemm.ldc;
+      swiglu.tokens = job.rows;
+      swiglu.rows = std::min(kTileColumns, inner - block * kTileColumns);
+      swiglu.saved_gate = args_.saved->gate + job.begin * inner + block * kTileColumns * job.rows;
+      swiglu.saved_up = args_.saved->up + job.begin * inner + block * kTileColumns * job.rows;
+      swiglu.routing_weight = routing_weights;
+      swiglu.d_weight = d_weight;
+      swiglu.block = block;
+      swiglu.d_gate = buffers.d_gate;
+      swiglu.d_up = buffers.d_up;
+      swiglu.d_gate_t = d_gate_t;
+      swiglu.d_up_t = d_up_t;
+      swiglu.z_t = z_t;
+      kernels.swiglu_backward(swiglu);
+    }
+    BlockGradients(job, buffers, swiglu);
   }
+}
+
+void BackwardPass::BlockGradients(const Job& job, const BackwardBuffers& buffers, const SwigluBackwardArgs& block) {
+  const ExpertLora& expert = LoraOf(job);
+  const auto sum = [&](Phase phase, LoraMatrix m, const TileMatrix& left, const SplitTiles& right) {
+    if (!lora.wants(m)) return;
+    PhaseRange range(phase);
+    const std::array segments{GradientSegment{left, right.hi}, GradientSegment{left, right.lo}};
+    GradientGemmArgs gemm;
+    gemm.segments = {segments.data(), right.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
+    gemm.panels = CeilDiv(block.rows, kPanelRows);
+    gemm.ldc = RoundUp(lora.columns(m), kTileColumns);
+    // The expert's first job starts the sums.
+    gemm.c = (job.previous < 0 ? expert.gradient[m] : buffers.partial[m]) + block.block * kTileColumns * gemm.ldc;
+    kernels.gradient_gemm(gemm);
+    range.AddWork(2.0 * job.rows * block.rows * lora.columns(m), 0);
+  };
+  sum(Phase::kD4LoraGrad, kLoraADownT, block.z_t, buffers.wq);
+  sum(Phase::kGU3GateDB, kLoraBGate, block.d_gate_t, {buffers.low, {}});
+  sum(Phase::kGU3UpDB, kLoraBUp, block.d_up_t, {buffers.low, {}});
 }
 
 void BackwardPass::SumIntermediate(std::int64_t index, std::int64_t part) {
   const Job& job = jobs[index];
+  if (job.previous < 0) return;
   const BackwardBuffers buffers = BuffersOf(index);
   const ExpertLora& expert = LoraOf(job);
   const Range blocks = RangeOf(index, Cut::kIntermediate, part);
-  const auto sum = [&](Phase phase, LoraMatrix m, const TileMatrix& left, const SplitTiles& right_parts) {
-    if (!lora.wants(m)) return;
-    PhaseRange range(phase);
-    const TileMatrix& right = right_parts.hi;
-    const std::array segments{GemmSegment{right, left}, GemmSegment{right_parts.lo, left}};
-    UnpackGemmArgs gemm;
-    gemm.segments = {segments.data(), right_parts.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
-    gemm.first_panel = 2 * blocks.begin;
-    gemm.panels = std::min(2 * blocks.end, left.panels) - gemm.first_panel;
-    gemm.columns = right.columns;
-    gemm.ldc = right.columns * kTileColumns;
-    gemm.c = expert.gradient[m] + gemm.first_panel * kPanelRows * gemm.ldc;
-    gemm.accumulate = job.previous >= 0;
-    gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments, 1) * 2));
-    kernels.unpack_gemm(gemm);
-    range.AddWork(2.0 * job.rows * gemm.panels * kPanelRows * gemm.ldc, 0);
-  };
-  sum(Phase::kD4LoraGrad, kLoraADownT, buffers.z_t, buffers.wq_stored);
-  sum(Phase::kGU3GateDB, kLoraBGate, buffers.d_gate_t, {buffers.low_stored, {}});
-  sum(Phase::kGU3UpDB, kLoraBUp, buffers.d_up_t, {buffers.low_stored, {}});
+  for (const LoraMatrix m : kIntermediateSums) {
+    if (!lora.wants(m)) continue;
+    PhaseRange range(m == kLoraADownT ? Phase::kD4LoraGrad : m == kLoraBGate ? Phase::kGU3GateDB : Phase::kGU3UpDB);
+    const std::int64_t ld = RoundUp(lora.columns(m), kTileColumns);
+    const std::int64_t end = std::min(blocks.end * kTileColumns, config.intermediate_size) * ld;
+    for (std::int64_t i = blocks.begin * kTileColumns * ld; i < end; ++i) expert.gradient[m][i] += buffers.partial[m][i];
+  }
 }
 
 }  // namespace moesaic::moe

@@ -30,20 +30,6 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
     }
   }
   if (lora.input_rank() == 0 || !wants_gate_up()) return;
-  const void* rows[kMaxChunkRows];
-  if (buffers.x_stored.data != nullptr) {
-    PhaseRange range(Phase::kGU2PackForLora);
-    for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = hidden_.Row(slots[i] / top_k);
-    PackRowsArgs pack;
-    pack.rows = rows;
-    pack.dtype = hidden_.dtype;
-    pack.count = job.rows;
-    pack.columns = config.hidden_size;
-    pack.stored = buffers.x_stored;
-    pack.panels = buffers.x_stored.panels;
-    pack.tile_columns = buffers.x_stored.columns;
-    kernels.pack_rows(pack);
-  }
   PhaseRange pass(Phase::kGU3LoraPassGate);
   PhaseRange range(Phase::kGU3GateP);
   const ExpertLora& expert = LoraOf(job);
@@ -54,7 +40,7 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
   gemm.segments = segments;
   gemm.panels = panels;
   gemm.columns = rank / kTileColumns;
-  const std::int64_t scratch = UnpackScratchElements(gemm.segments, 1);
+  const std::int64_t scratch = UnpackScratchElements(gemm.segments);
   Carver carver(ThreadScratch(2 * ld * rank * static_cast<std::int64_t>(sizeof(float)) + 2 * scratch + 192));
   float* p = carver.Take<float>(ld * rank);
   float* p_t = carver.Take<float>(ld * rank);
@@ -78,28 +64,50 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
 void BackwardPass::SumHidden(std::int64_t index, std::int64_t part) {
   const Job& job = jobs[index];
   const BackwardBuffers buffers = BuffersOf(index);
-  const ExpertLora& expert = LoraOf(job);
   const Range columns = RangeOf(index, Cut::kHidden, part);
-  const auto sum = [&](Phase phase, LoraMatrix m, const SplitTiles& left_parts, const TileMatrix& right) {
-    if (!lora.wants(m)) return;
+  SumRows(Phase::kGU2PackForLora, Phase::kGU3GateDA, job, kLoraA, buffers.p_t, hidden_, columns);
+  SumRows(Phase::kD4LoraGrad, Phase::kD4LoraGrad, job, kLoraBDownT, {buffers.wv_t, {}}, d_out_, columns);
+}
+
+void BackwardPass::SumRows(Phase pack_phase, Phase phase, const Job& job, LoraMatrix m, const SplitTiles& left,
+                           const RowSource& source, Range columns) {
+  if (!lora.wants(m)) return;
+  // A few tile columns of the source at a time: their row pairs are multiplied while they are in cache, and no copy of all the
+  // job's rows takes cache from its other activations.
+  constexpr std::int64_t kColumns = 4;
+  TileMatrix right = TileMatrix::RowPairs(nullptr, job.rows, kColumns * kTileColumns);
+  right.data = static_cast<BFloat16*>(ThreadScratch(right.size() * static_cast<std::int64_t>(sizeof(BFloat16))));
+  const std::int32_t* slots = Slots(job);
+  const void* rows[kMaxChunkRows];
+  for (std::int64_t first = columns.begin; first < columns.end; first += kColumns) {
+    const std::int64_t count = std::min(kColumns, columns.end - first), column = first * kTileColumns;
+    {
+      PhaseRange range(pack_phase);
+      for (std::int64_t i = 0; i < job.rows; ++i) {
+        rows[i] = static_cast<const char*>(source.Row(slots[i] / top_k)) + column * SizeOf(source.dtype);
+      }
+      PackRowsArgs pack;
+      pack.rows = rows;
+      pack.dtype = source.dtype;
+      pack.count = job.rows;
+      pack.columns = std::min(count * kTileColumns, config.hidden_size - column);
+      pack.row_pairs = right;
+      pack.panels = 2 * right.columns;
+      pack.tile_columns = count;
+      kernels.pack_rows(pack);
+    }
     PhaseRange range(phase);
-    const TileMatrix& left = left_parts.hi;
-    const std::array segments{GemmSegment{right, left}, GemmSegment{right, left_parts.lo}};
-    UnpackGemmArgs gemm;
-    gemm.segments = {segments.data(), left_parts.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
-    gemm.panels = left.panels;
-    gemm.first_column = columns.begin;
-    gemm.columns = columns.end - columns.begin;
+    right.panels = 2 * count;
+    const std::array segments{GradientSegment{left.hi, right}, GradientSegment{left.lo, right}};
+    GradientGemmArgs gemm;
+    gemm.segments = {segments.data(), left.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
+    gemm.panels = CeilDiv(lora.rows(m), kPanelRows);
     gemm.ldc = padded_hidden;
-    gemm.c = expert.gradient[m] + columns.begin * kTileColumns;
+    gemm.c = LoraOf(job).gradient[m] + column;
     gemm.accumulate = job.previous >= 0;
-    gemm.columns_per_group = std::min<std::int64_t>(gemm.columns, kSuperblock);
-    gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments, gemm.columns_per_group) * 2));
-    kernels.unpack_gemm(gemm);
-    range.AddWork(2.0 * job.rows * gemm.panels * kPanelRows * gemm.columns * kTileColumns, 0);
-  };
-  sum(Phase::kGU3GateDA, kLoraA, buffers.p_t, buffers.x_stored);
-  sum(Phase::kD4LoraGrad, kLoraBDownT, {buffers.wv_t, {}}, buffers.d_stored);
+    kernels.gradient_gemm(gemm);
+    range.AddWork(2.0 * job.rows * lora.rows(m) * static_cast<double>(std::min(count * kTileColumns, config.hidden_size - column)), 0);
+  }
 }
 
 void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
@@ -118,7 +126,7 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   BFloat16* rows[kMaxChunkRows] = {};
   const std::int32_t* slots = Slots(job);
   for (std::int64_t i = 0; i < job.rows; ++i)
-    rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
+    rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * row_pitch();
   const Range columns = RangeOf(index, Cut::kHidden, part);
   UnpackGemmArgs gemm;
   gemm.segments = {segments.data(), with_lora ? std::size_t{4} : std::size_t{2}};
@@ -126,8 +134,7 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   gemm.first_column = columns.begin;
   gemm.columns = columns.end - columns.begin;
   gemm.rows = rows;
-  gemm.columns_per_group = std::min(blocking.unpack_columns, gemm.columns);
-  gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments, gemm.columns_per_group) * 2));
+  gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments) * 2));
   kernels.unpack_gemm(gemm);
   const double columns_done = static_cast<double>(gemm.columns * kTileColumns), inner = config.intermediate_size;
   range.AddWork(2.0 * job.rows * inner * columns_done, 2.0 * inner * columns_done);
@@ -144,7 +151,7 @@ void BackwardPass::Merge(std::int64_t first) {
   for (std::int64_t t = first; t < end; ++t) {
     MergeRowsArgs merge;
     for (std::int64_t j = 0; j < top_k; ++j) {
-      if (slot_used_[t * top_k + j] != 0) rows[merge.count++] = all + (t * top_k + j) * padded_hidden;
+      if (slot_used_[t * top_k + j] != 0) rows[merge.count++] = all + (t * top_k + j) * row_pitch();
     }
     merge.rows = rows.data();
     merge.weights = ones.data();

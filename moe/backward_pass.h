@@ -1,6 +1,8 @@
 // One call of the backward, shared by its two halves: backward_down.cc (D0..D4, A1) and backward_gate_up.cc (GU0..GU4).
 #pragma once
 
+#include <array>
+
 #include "moe/pass.h"
 
 namespace moesaic::moe {
@@ -14,18 +16,20 @@ struct BackwardBuffers {
   SplitTiles p;       ///< operand [rows][R1]: s (dG B_g + dU B_u)
   float* d_weight;    ///< [units of I][rows]: partial sums of dw
 
-  TileMatrix d_stored;    ///< stored [rows][H]: D_e, for dB_d
-  TileMatrix wv_t;        ///< operand [R2][rows]: (w s V)^T, for dB_d
-  SplitTiles wq_stored;   ///< stored [rows][R2]: w s Q, for dA_d
-  TileMatrix z_t;         ///< operand [I][rows]: Z^T, for dA_d
-  TileMatrix d_gate_t;    ///< operand [I][rows]: dG^T, for dB_g
-  TileMatrix d_up_t;      ///< operand [I][rows]: dU^T, for dB_u
-  TileMatrix low_stored;  ///< stored [rows][R1]: s U_g, s U_u, for dB_g, dB_u
-  SplitTiles p_t;         ///< operand [R1][rows]: P^T, for dA
-  TileMatrix x_stored;    ///< stored [rows][H]: X_e, for dA
+  TileMatrix wv_t;  ///< operand [R2][rows]: (w s V)^T, for dB_d
+  SplitTiles p_t;   ///< operand [R1][rows]: P^T, for dA
+  TileMatrix low;   ///< row pairs [rows][R1]: s U_g, s U_u, for dB_g, dB_u
+  SplitTiles wq;    ///< row pairs [rows][R2]: w s Q, for dA_d
 
-  std::int64_t Bind(void* memory, std::int64_t rows, const LayerConfig& config, const LoraCall& lora);
+  /// This job's share of the sums over rows that run along I, fp32 [I][rank] as in ExpertLora: only where an expert's rows are
+  /// in several jobs, and used by all but the first of them.
+  std::array<float*, kNumLoraMatrices> partial{};
+
+  std::int64_t Bind(void* memory, std::int64_t rows, const LayerConfig& config, const LoraCall& lora, bool in_chunks);
 };
+
+/// Gradients that are summed where dG, dU and Z are computed, block by block of I.
+inline constexpr std::array kIntermediateSums = {kLoraADownT, kLoraBGate, kLoraBUp};
 
 class BackwardPass : public Pass {
  public:
@@ -48,18 +52,23 @@ class BackwardPass : public Pass {
   // backward_down.cc
   void ScatterAndPack(std::int64_t job, std::int64_t part);          ///< D0, D1, D2
   void DownLoraLow(const Job& job, const BackwardBuffers& buffers);  ///< D4: Q, and what dA_d and dB_d contract over
-  void DownBase(std::int64_t job, std::int64_t part);                ///< D3, A1 for a range of I
-  void SumIntermediate(std::int64_t job, std::int64_t part);         ///< D4: dA_d; GU3: dB_g, dB_u, for a range of I
+  void DownBase(std::int64_t job, std::int64_t part);                ///< D3, A1; D4: dA_d; GU3: dB_g, dB_u, for a range of I
+  void BlockGradients(const Job& job, const BackwardBuffers& buffers, const SwigluBackwardArgs& block);
+  void SumIntermediate(std::int64_t job, std::int64_t part);  ///< adds what a later job of an expert has of these sums
 
   // backward_gate_up.cc
-  void GateUpLora(std::int64_t job, std::int64_t part);  ///< dw; GU2, GU3: P
-  void SumHidden(std::int64_t job, std::int64_t part);   ///< GU3: dA; D4: dB_d, for a range of H
+  void GateUpLora(std::int64_t job, std::int64_t part);  ///< dw; GU3: P
+  void SumHidden(std::int64_t job, std::int64_t part);   ///< GU2, GU3: dA; D4: dB_d, for a range of H
+  /// C[r][h] += sum over the job's rows of left[r][row] * source[row][h], for a range of H.
+  void SumRows(Phase pack_phase, Phase phase, const Job& job, LoraMatrix m, const SplitTiles& left, const RowSource& source,
+               Range columns);
   void GateUpBase(std::int64_t job, std::int64_t part);  ///< GU1 and GU3's dX for a range of H
   void Merge(std::int64_t first_token);                  ///< GU4
 
   const BackwardArgs& args_;
   RowSource hidden_;
   RowSource d_out_;
+  bool in_chunks_ = false;  ///< some expert's rows are in several jobs
   const std::uint8_t* slot_used_ = nullptr;  ///< [T * k]: 0 where the slot was skipped
 };
 

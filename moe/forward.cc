@@ -72,7 +72,7 @@ class ForwardPass : public Pass {
 
   void AllocateAndBuild() {
     hidden_ = MakeRowSource(args_.hidden, workspace->dense);
-    workspace->rows.Ensure(tokens * top_k * padded_hidden * static_cast<std::int64_t>(sizeof(BFloat16)));
+    workspace->rows.Ensure(tokens * top_k * row_pitch() * static_cast<std::int64_t>(sizeof(BFloat16)));
     ForwardBuffers measure;
     Allocate(measure.Bind(nullptr, most_rows, config, lora));
     const std::array stages = {
@@ -222,7 +222,7 @@ class ForwardPass : public Pass {
     gemm.segments = {&segment, 1};
     gemm.panels = CeilDiv(job.rows, kPanelRows);
     gemm.columns = rank / kTileColumns;
-    const std::int64_t scratch = UnpackScratchElements(gemm.segments, 1);
+    const std::int64_t scratch = UnpackScratchElements(gemm.segments);
     Carver carver(ThreadScratch((gemm.panels * kPanelRows * rank * 2 + scratch) * 2 + 128));
     float* v = carver.Take<float>(gemm.panels * kPanelRows * rank);
     gemm.c = v;
@@ -247,7 +247,7 @@ class ForwardPass : public Pass {
     BFloat16* rows[kMaxChunkRows] = {};
     const std::int32_t* slots = Slots(job);
     for (std::int64_t i = 0; i < job.rows; ++i)
-      rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * padded_hidden;
+      rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * row_pitch();
     const Range columns = RangeOf(index, Cut::kHidden, part);
     UnpackGemmArgs gemm;
     gemm.segments = {segments.data(), lora.down_rank() > 0 ? std::size_t{3} : std::size_t{1}};
@@ -255,8 +255,7 @@ class ForwardPass : public Pass {
     gemm.first_column = columns.begin;
     gemm.columns = columns.end - columns.begin;
     gemm.rows = rows;
-    gemm.columns_per_group = std::min(blocking.unpack_columns, gemm.columns);
-    gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments, gemm.columns_per_group) * 2));
+    gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments) * 2));
     kernels.unpack_gemm(gemm);
     range.AddWork(2.0 * job.rows * config.intermediate_size * gemm.columns * kTileColumns,
                   2.0 * config.intermediate_size * gemm.columns * kTileColumns);
@@ -277,7 +276,7 @@ class ForwardPass : public Pass {
       for (std::int64_t j = 0; j < top_k; ++j) {
         const std::int64_t id = LoadInt(args_.ids, t, j);
         if (id < 0 || id >= config.num_experts) continue;
-        rows[merge.count] = all + (t * top_k + j) * padded_hidden;
+        rows[merge.count] = all + (t * top_k + j) * row_pitch();
         row_weights[merge.count++] = slot_weights_[t * top_k + j];
       }
       merge.rows = rows.data();

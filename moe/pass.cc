@@ -123,9 +123,10 @@ void Pass::PackSplit(float* values, std::int64_t rows, std::int64_t columns, std
   pack.rows = pointers.data();
   pack.count = rows;
   pack.columns = columns;
-  pack.panels = tiles.hi.panels;
-  pack.tile_columns = tiles.hi.columns;
-  TileMatrix& out = kind == TileKind::kPairs ? pack.pairs : kind == TileKind::kStored ? pack.stored : pack.operand;
+  const bool row_pairs = kind == TileKind::kRowPairs;
+  pack.panels = row_pairs ? 2 * tiles.hi.columns : tiles.hi.panels;
+  pack.tile_columns = row_pairs ? CeilDiv(tiles.hi.panels, 2) : tiles.hi.columns;
+  TileMatrix& out = row_pairs ? pack.row_pairs : kind == TileKind::kPairs ? pack.pairs : pack.operand;
   out = tiles.hi;
   kernels.pack_rows(pack);
   for (std::int64_t i = 0; i < rows; ++i) {

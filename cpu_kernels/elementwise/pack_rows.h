@@ -57,6 +57,17 @@ MOESAIC_INLINE void PermuteTileRow(const BFloat16* in, BFloat16* out) {
   std::memcpy(out, to, sizeof(to));
 }
 
+/// Rows are gathered from all over the tensor, sixteen at a time: too many places for the hardware to run ahead in.
+inline constexpr std::int64_t kPrefetchTiles = 8;
+
+MOESAIC_INLINE void Prefetch(const PackRowsArgs& args, std::int64_t row, std::int64_t column) {
+  if (args.rows[row] == nullptr || column >= args.columns) return;
+  const std::int64_t size = args.dtype == DType::kFloat32 ? 4 : 2;
+  const char* line = static_cast<const char*>(args.rows[row]) + column * size;
+  __builtin_prefetch(line);
+  if (size == 4) __builtin_prefetch(line + 64);
+}
+
 inline void PackRows(const PackRowsArgs& args) {
   for (std::int64_t panel = 0; panel < args.panels; ++panel) {
     const std::int64_t target = args.first_panel + panel;
@@ -67,15 +78,21 @@ inline void PackRows(const PackRowsArgs& args) {
         const std::int64_t row = panel * kPanelRows + i;
         if (row < args.count) {
           LoadTileRow(args, row, k * kTileColumns, rows + i * kTileColumns);
+          Prefetch(args, row, (k + kPrefetchTiles) * kTileColumns);
         } else {
           std::memset(rows + i * kTileColumns, 0, kTileColumns * sizeof(BFloat16));
         }
       }
       if (args.operand.data != nullptr) std::memcpy(args.operand.Tile(target, k), rows, sizeof(rows));
-      if (args.stored.data == nullptr && args.pairs.data == nullptr) continue;
+      if (args.stored.data == nullptr && args.pairs.data == nullptr && args.row_pairs.data == nullptr) continue;
       BFloat16* stored = args.stored.data != nullptr ? args.stored.Tile(target, k) : permuted;
       for (int i = 0; i < kPanelRows; ++i) PermuteTileRow(rows + i * kTileColumns, stored + i * kTileColumns);
       if (args.pairs.data != nullptr) Transpose16x16(stored, args.pairs.Tile(target, k));
+      if (args.row_pairs.data != nullptr) {
+        const std::int64_t half = target % 2 * (kTileElements / 2);
+        InterleaveRowPairs<kPanelRows / 2>(stored, args.row_pairs.Tile(2 * k, target / 2) + half,
+                                           args.row_pairs.Tile(2 * k + 1, target / 2) + half);
+      }
     }
   }
 }

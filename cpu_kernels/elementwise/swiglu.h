@@ -1,4 +1,7 @@
 // Z = silu(G) * U and its backward, on the transposed results of the direct form (kernels.h has the contract).
+//
+// Rows of I are taken two at a time: their values for 16 tokens, side by side in bf16, are one line of the saved state, and
+// interleaved one row of a block that, transposed, is an operand tile [16 tokens][32 of I].
 #pragma once
 
 #include "cpu_kernels/kernels.h"
@@ -8,113 +11,150 @@ namespace {
 
 using namespace moesaic;
 
-/// 16 tokens of one row of I; the rest of a partial vector reads as zero.
-MOESAIC_INLINE F32x16 LoadSaved(const BFloat16* row, std::int64_t token, std::int64_t tokens) {
-  return tokens - token >= 16 ? LoadBf16(row + token) : LoadBf16Part(row + token, tokens - token);
-}
+/// Two rows of I, 16 tokens each.
+struct RowPair {
+  F32x16 row[2];
+};
 
-MOESAIC_INLINE void StoreSaved(BFloat16* row, std::int64_t token, std::int64_t tokens, F32x16 v) {
-  if (tokens - token >= 16) {
-    StoreBf16(row + token, v);
-  } else {
-    StoreBf16Part(row + token, v, tokens - token);
+/// Which of 2 x 16 numbers exist: rows of I end after `rows`, tokens after `tokens`.
+struct Extent {
+  std::int64_t rows;
+  std::int64_t tokens;
+  MOESAIC_INLINE bool full() const { return rows >= 2 && tokens >= 16; }
+};
+
+/// Zero beyond the extent: the product of a zero row with an infinite weight is NaN, and must not reach a sum over tokens.
+MOESAIC_INLINE void KeepValid(RowPair& pair, Extent valid) {
+  if (valid.full()) return;
+  const I32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int h = 0; h < 2; ++h) {
+    pair.row[h] = h < valid.rows ? Select(lane < static_cast<std::int32_t>(valid.tokens), pair.row[h], F32x16{}) : F32x16{};
   }
 }
 
-/// Zero beyond the valid tokens: the product of a zero row with an infinite weight is NaN, and must not reach a sum over
-/// tokens.
-MOESAIC_INLINE F32x16 KeepValid(F32x16 v, std::int64_t valid) {
-  if (valid >= 16) return v;
-  const I32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return Select(lane < static_cast<std::int32_t>(valid), v, F32x16{});
+/// From [32][ld] sums; what lies beyond the extent is whatever the sums' padding holds, or zero beyond the rows.
+MOESAIC_INLINE RowPair LoadSums(const float* sums, std::int64_t ld, Extent valid) {
+  return {{LoadF32(sums), valid.rows > 1 ? LoadF32(sums + ld) : F32x16{}}};
 }
 
-/// Rows i and i + 1 of a [I][16 tokens] block as pairs; 16 of them transposed are an operand tile [16 tokens][32 of I].
-MOESAIC_INLINE void StorePairs(BFloat16* out, F32x16 even, F32x16 odd) {
-  const U32x16 low = __builtin_convertvector(NarrowToBf16(even), U32x16);
-  const U32x16 high = __builtin_convertvector(NarrowToBf16(odd), U32x16);
-  const U32x16 pairs = low | (high << 16);
+MOESAIC_INLINE RowPair LoadSaved(const BFloat16* saved, Extent valid) {
+  if (valid.full()) return {{LoadBf16(saved), LoadBf16(saved + 16)}};
+  const std::int64_t width = valid.tokens < 16 ? valid.tokens : 16;
+  return {{LoadBf16Part(saved, width), valid.rows > 1 ? LoadBf16Part(saved + width, width) : F32x16{}}};
+}
+
+/// Nobody reads it before the backward.
+MOESAIC_INLINE void StoreSaved(BFloat16* saved, const RowPair& pair, Extent valid) {
+  if (valid.full()) {
+    const U16x32 both = NarrowBoth(pair.row[0], pair.row[1]);
+    if (IsAligned(saved)) return StreamLine(saved, both);
+    std::memcpy(saved, &both, sizeof(both));
+    return;
+  }
+  const std::int64_t width = valid.tokens < 16 ? valid.tokens : 16;
+  StoreBf16Part(saved, pair.row[0], width);
+  if (valid.rows > 1) StoreBf16Part(saved + width, pair.row[1], width);
+}
+
+MOESAIC_INLINE void StorePairs(BFloat16* out, const RowPair& pair) {
+  const U16x32 pairs = InterleaveHalves(NarrowBoth(pair.row[0], pair.row[1]));
   std::memcpy(out, &pairs, sizeof(pairs));
 }
 
+/// Rows i and i + 1 of a block, from token t on: what exists of them, and where they are in the saved state.
+struct PairAt {
+  Extent valid;
+  std::int64_t saved;
+
+  MOESAIC_INLINE PairAt(std::int64_t i, std::int64_t rows, std::int64_t t, std::int64_t tokens)
+      : valid{rows - i, tokens - t}, saved(t * rows + i * (tokens - t < 16 ? tokens - t : 16)) {}
+};
+
 inline void SwigluForward(const SwigluForwardArgs& args) {
   for (std::int64_t t = 0; t < args.z.panels * kPanelRows; t += kPanelRows) {
-    const std::int64_t valid = args.tokens - t;
     BFloat16* out = args.z.Tile(t / kPanelRows, args.block);
-    if (valid <= 0) {
+    if (t >= args.tokens) {
       std::memset(out, 0, kTileElements * sizeof(BFloat16));
       continue;
     }
     alignas(64) BFloat16 pairs[kTileElements];
-    for (int i = 0; i < 32; i += 2) {
-      F32x16 z[2] = {F32x16{}, F32x16{}};
-      for (int h = 0; h < 2; ++h) {
-        if (i + h >= args.rows) continue;
-        const F32x16 gate = LoadF32(args.gate + (i + h) * args.ld + t);
-        const F32x16 up = LoadF32(args.up + (i + h) * args.ld + t);
-        z[h] = KeepValid(gate * Sigmoid(gate) * up, valid);
+    for (std::int64_t i = 0; i < 32; i += 2) {
+      RowPair z{};
+      if (i < args.rows) {
+        const PairAt at(i, args.rows, t, args.tokens);
+        const RowPair gate = LoadSums(args.gate + i * args.ld + t, args.ld, at.valid);
+        const RowPair up = LoadSums(args.up + i * args.ld + t, args.ld, at.valid);
+        for (int h = 0; h < 2; ++h) z.row[h] = gate.row[h] * Sigmoid(gate.row[h]) * up.row[h];
+        KeepValid(z, at.valid);
         if (args.saved_gate != nullptr) {
-          StoreSaved(args.saved_gate + (i + h) * args.tokens, t, args.tokens, gate);
-          StoreSaved(args.saved_up + (i + h) * args.tokens, t, args.tokens, up);
+          StoreSaved(args.saved_gate + at.saved, gate, at.valid);
+          StoreSaved(args.saved_up + at.saved, up, at.valid);
         }
       }
-      StorePairs(pairs + 16 * i, z[0], z[1]);
+      StorePairs(pairs + 16 * i, z);
     }
     Transpose16x16(pairs, out);
   }
+  if (args.saved_gate != nullptr) StreamFence();
 }
 
-/// One row of I and 16 tokens of the backward.
+/// Rows i and i + 1 of an operand matrix [32][tokens], 16 tokens from t on.
+MOESAIC_INLINE void StoreTransposed(const TileMatrix& out, std::int64_t i, std::int64_t t, const RowPair& pair) {
+  BFloat16* row = out.Tile(i / kPanelRows, t / kTileColumns) + i % kPanelRows * kTileColumns + t % kTileColumns;
+  StoreBf16(row, pair.row[0]);
+  StoreBf16(row + kTileColumns, pair.row[1]);
+}
+
+/// The gradients of 2 x 16 numbers; all zero where nothing is valid.
 struct SwigluGrad {
-  F32x16 z;
-  F32x16 d_gate;
-  F32x16 d_up;
+  RowPair z, d_gate, d_up;
 };
 
-MOESAIC_INLINE SwigluGrad SwigluRow(F32x16 d_z, F32x16 gate, F32x16 up, F32x16 weight) {
-  const F32x16 sigma = Sigmoid(gate);
-  const F32x16 silu = gate * sigma;
-  const F32x16 scaled = weight * d_z;
-  return {silu * up, scaled * up * sigma * (1.0f + gate * (1.0f - sigma)), scaled * silu};
+MOESAIC_INLINE SwigluGrad SwigluPair(const SwigluBackwardArgs& args, std::int64_t i, std::int64_t t, F32x16 weight,
+                                     F32x16& d_weight) {
+  SwigluGrad grad{};
+  if (i >= args.rows || t >= args.tokens) return grad;
+  const PairAt at(i, args.rows, t, args.tokens);
+  const RowPair d_z = LoadSums(args.d_z + i * args.ld + t, args.ld, at.valid);
+  const RowPair gate = LoadSaved(args.saved_gate + at.saved, at.valid);
+  const RowPair up = LoadSaved(args.saved_up + at.saved, at.valid);
+  RowPair d_w;
+  for (int h = 0; h < 2; ++h) {
+    const F32x16 sigma = Sigmoid(gate.row[h]);
+    const F32x16 silu = gate.row[h] * sigma;
+    const F32x16 scaled = weight * d_z.row[h];
+    grad.z.row[h] = silu * up.row[h];
+    grad.d_gate.row[h] = scaled * up.row[h] * sigma * (1.0f + (gate.row[h] - silu));
+    grad.d_up.row[h] = scaled * silu;
+    d_w.row[h] = d_z.row[h] * grad.z.row[h];
+  }
+  KeepValid(grad.z, at.valid);
+  KeepValid(grad.d_gate, at.valid);
+  KeepValid(grad.d_up, at.valid);
+  KeepValid(d_w, at.valid);
+  d_weight += d_w.row[0];
+  d_weight += d_w.row[1];
+  return grad;
 }
 
 inline void SwigluBackward(const SwigluBackwardArgs& args) {
-  const bool transposed = args.d_gate_t.data != nullptr;
-  const bool z_wanted = args.z_t.data != nullptr;
   for (std::int64_t t = 0; t < args.d_gate.panels * kPanelRows; t += kPanelRows) {
-    const std::int64_t valid = args.tokens - t;
-    alignas(64) BFloat16 gate_pairs[kTileElements] = {};
-    alignas(64) BFloat16 up_pairs[kTileElements] = {};
+    alignas(64) BFloat16 gate_pairs[kTileElements];
+    alignas(64) BFloat16 up_pairs[kTileElements];
     F32x16 d_weight{};
     float weights[16] = {};
-    if (valid > 0) {
-      std::memcpy(weights, args.routing_weight + t, static_cast<std::size_t>(valid < 16 ? valid : 16) * sizeof(float));
-    }
+    const std::int64_t valid = args.tokens - t < 16 ? args.tokens - t : 16;
+    if (valid > 0) std::memcpy(weights, args.routing_weight + t, static_cast<std::size_t>(valid) * sizeof(float));
     const F32x16 weight = LoadF32(weights);
-    for (int i = 0; i < 32; i += 2) {
-      SwigluGrad row[2] = {};
-      for (int h = 0; h < 2; ++h) {
-        if (i + h < args.rows && valid > 0) {
-          const F32x16 d_z = LoadF32(args.d_z + (i + h) * args.ld + t);
-          const F32x16 gate = LoadSaved(args.saved_gate + (i + h) * args.tokens, t, args.tokens);
-          const F32x16 up = LoadSaved(args.saved_up + (i + h) * args.tokens, t, args.tokens);
-          row[h] = SwigluRow(d_z, gate, up, weight);
-          row[h].z = KeepValid(row[h].z, valid);
-          row[h].d_gate = KeepValid(row[h].d_gate, valid);
-          row[h].d_up = KeepValid(row[h].d_up, valid);
-          d_weight += KeepValid(d_z * row[h].z, valid);
-        }
-        // Token t of row i of I lies in panel i / 16 and tile column t / 32.
-        const std::int64_t panel = 2 * args.block + (i + h) / 16;
-        const std::int64_t offset = (i + h) % 16 * kTileColumns + t % kTileColumns;
-        if (transposed) {
-          if (panel < args.d_gate_t.panels) StoreBf16(args.d_gate_t.Tile(panel, t / kTileColumns) + offset, row[h].d_gate);
-          if (panel < args.d_up_t.panels) StoreBf16(args.d_up_t.Tile(panel, t / kTileColumns) + offset, row[h].d_up);
-        }
-        if (z_wanted && panel < args.z_t.panels) StoreBf16(args.z_t.Tile(panel, t / kTileColumns) + offset, row[h].z);
+    for (std::int64_t i = 0; i < 32; i += 2) {
+      const SwigluGrad grad = SwigluPair(args, i, t, weight, d_weight);
+      StorePairs(gate_pairs + 16 * i, grad.d_gate);
+      StorePairs(up_pairs + 16 * i, grad.d_up);
+      if (args.d_gate_t.data != nullptr) {
+        StoreTransposed(args.d_gate_t, i, t, grad.d_gate);
+        StoreTransposed(args.d_up_t, i, t, grad.d_up);
       }
-      StorePairs(gate_pairs + 16 * i, row[0].d_gate, row[1].d_gate);
-      StorePairs(up_pairs + 16 * i, row[0].d_up, row[1].d_up);
+      if (args.z_t.data != nullptr) StoreTransposed(args.z_t, i, t, grad.z);
     }
     Transpose16x16(gate_pairs, args.d_gate.Tile(t / kPanelRows, args.block));
     Transpose16x16(up_pairs, args.d_up.Tile(t / kPanelRows, args.block));

@@ -18,15 +18,13 @@ template <class Tiles>
 struct AmxCell {
   static constexpr int kMaxA = 2;
   static constexpr int kMaxB = 2;
+  /// The tile unit computes on its own: vector instructions beside it are free.
+  static constexpr bool kVectorsIdle = true;
   using Scope = typename Tiles::Scope;
 
-  static void InterleavePanels(const BFloat16* even, const BFloat16* odd, BFloat16* low, BFloat16* high) {
-    InterleaveRowPairs(even, odd, low, high);
-  }
-
   // Registers: C in 0..3, left factors in 4 and 5, right factors in 6 and 7.
-  template <int NA, int NB>
-  static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Prefetcher& prefetcher) {
+  template <int NA, int NB, class Aside>
+  static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside) {
     Tiles tiles;
     const std::int64_t c_stride = ldc * static_cast<std::int64_t>(sizeof(float));
     float* const c_low = c + kPanelRows * ldc;
@@ -57,7 +55,7 @@ struct AmxCell {
           tiles.template MultiplyAdd<2, 5, 6>();
           if constexpr (NB == 2) tiles.template MultiplyAdd<3, 5, 7>();
         }
-        prefetcher.Step();
+        aside.Step();
       }
     }
     tiles.template Store<0>(c, c_stride);

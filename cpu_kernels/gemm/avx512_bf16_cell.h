@@ -13,25 +13,21 @@ namespace {
 struct Avx512Bf16Cell {
   static constexpr int kMaxA = 1;
   static constexpr int kMaxB = 3;
+  static constexpr bool kVectorsIdle = false;
   struct Scope {};
 
-  static void InterleavePanels(const BFloat16* even, const BFloat16* odd, BFloat16* low, BFloat16* high) {
-    InterleaveRowPairs(even, odd, low, high);
-  }
-
-  template <int NA, int NB>
-  static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Prefetcher& prefetcher) {
+  template <int NA, int NB, class Aside>
+  static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside) {
     static_assert(NA == 1);
-    Half<NB>(runs, count, 0, c, ldc, accumulate, prefetcher);
-    Half<NB>(runs, count, 8, c + 8 * ldc, ldc, accumulate, prefetcher);
+    Half<NB>(runs, count, 0, c, ldc, accumulate, aside);
+    Half<NB>(runs, count, 8, c + 8 * ldc, ldc, accumulate, aside);
   }
 
  private:
   static __m512bh Pairs(const BFloat16* p) { return (__m512bh)_mm512_load_si512(p); }
 
-  template <int NB>
-  static void Half(const CellRun* runs, int count, int first_row, float* c, std::int64_t ldc, bool accumulate,
-                   Prefetcher& prefetcher) {
+  template <int NB, class Aside>
+  static void Half(const CellRun* runs, int count, int first_row, float* c, std::int64_t ldc, bool accumulate, Aside& aside) {
     __m512 sum[8][NB];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
@@ -58,7 +54,7 @@ struct Avx512Bf16Cell {
             for (int j = 0; j < NB; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], left, right[j]);
           }
         }
-        if (first_row == 0) prefetcher.Step();
+        if (first_row == 0) aside.Step();
       }
     }
 #pragma GCC unroll 8

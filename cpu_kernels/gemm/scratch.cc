@@ -9,10 +9,10 @@ std::int64_t DirectScratchElements(std::span<const GemmSegment> segments) {
   return kMostPanels * tiles * kTileElements;
 }
 
-std::int64_t UnpackScratchElements(std::span<const GemmSegment> segments, std::int64_t columns_per_group) {
+std::int64_t UnpackScratchElements(std::span<const GemmSegment> segments) {
   std::int64_t depth = 0;
   for (const GemmSegment& segment : segments) depth += CeilDiv(segment.weights.panels, 2);
-  return 2 * depth * columns_per_group * kTileElements;
+  return 4 * depth * kTileElements;
 }
 
 }  // namespace moesaic

@@ -3,11 +3,13 @@
 // A cell is what an instruction set brings: it multiplies kMaxA panels of left tiles with kMaxB panels of right tiles along the
 // whole contraction, with the accumulators in registers:
 //
-//   template <int NA, int NB>
-//   static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Prefetcher&);
-//   static void InterleavePanels(const BFloat16* even, const BFloat16* odd, BFloat16* low, BFloat16* high);
+//   template <int NA, int NB, class Aside>
+//   static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside);
+//   static constexpr bool kVectorsIdle;
 //
-// with C[16 a + i][16 b + j] (+)= sum over runs, tiles, pairs p: left_a[i][p] . right_b[p][j].
+// with C[16 a + i][16 b + j] (+)= sum over runs, tiles, pairs p: left_a[i][p] . right_b[p][j]. Once for each tile of the
+// contraction it calls aside.Step(), which does a little of something else meanwhile: prefetch what comes next or, where the
+// vector units are idle, unpack it.
 //
 // Included by the tier files only, inside their own namespace: everything here is compiled once for each instruction set.
 #pragma once
@@ -79,22 +81,21 @@ class Prefetcher {
   const BFloat16* end_;
 };
 
-template <class Cell, int NA>
-void ComputeNb(int nb, const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Prefetcher& prefetcher) {
-  if (nb == 1) return Cell::template Compute<NA, 1>(runs, count, c, ldc, accumulate, prefetcher);
+template <class Cell, int NA, class Aside>
+void ComputeNb(int nb, const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside) {
+  if (nb == 1) return Cell::template Compute<NA, 1>(runs, count, c, ldc, accumulate, aside);
   if constexpr (Cell::kMaxB >= 3) {
-    if (nb == 3) return Cell::template Compute<NA, 3>(runs, count, c, ldc, accumulate, prefetcher);
+    if (nb == 3) return Cell::template Compute<NA, 3>(runs, count, c, ldc, accumulate, aside);
   }
-  Cell::template Compute<NA, 2>(runs, count, c, ldc, accumulate, prefetcher);
+  Cell::template Compute<NA, 2>(runs, count, c, ldc, accumulate, aside);
 }
 
-template <class Cell>
-void Compute(int na, int nb, const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate,
-             Prefetcher& prefetcher) {
+template <class Cell, class Aside>
+void Compute(int na, int nb, const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside) {
   if constexpr (Cell::kMaxA >= 2) {
-    if (na == 2) return ComputeNb<Cell, 2>(nb, runs, count, c, ldc, accumulate, prefetcher);
+    if (na == 2) return ComputeNb<Cell, 2>(nb, runs, count, c, ldc, accumulate, aside);
   }
-  ComputeNb<Cell, 1>(nb, runs, count, c, ldc, accumulate, prefetcher);
+  ComputeNb<Cell, 1>(nb, runs, count, c, ldc, accumulate, aside);
 }
 
 inline int Least(std::int64_t a, std::int64_t b) { return static_cast<int>(a < b ? a : b); }
@@ -165,78 +166,175 @@ void DirectGemm(const DirectGemmArgs& args) {
   }
 }
 
-/// Rows of a cell's result, rounded to bf16, to where the caller wants them.
-inline void StoreRows(const float* c, std::int64_t ldc, int rows, int columns, BFloat16* const* out, std::int64_t first) {
-  for (int i = 0; i < rows; ++i) {
-    if (out[i] == nullptr) continue;
-    BFloat16* destination = out[i] + first;
-    for (int j = 0; j < columns; j += 16) StoreBf16(destination + j, LoadF32(c + i * ldc + j));
-  }
-}
-
 inline const BFloat16* WeightTile(const TileMatrix& weights, std::int64_t panel, std::int64_t column, BFloat16* scratch) {
   if (weights.codec == nullptr) return weights.Tile(panel, column);
   weights.codec->decode(weights, panel, column, 1, scratch);
   return scratch;
 }
 
-template <class Cell>
-void UnpackColumns(const UnpackGemmArgs& args, std::int64_t column, std::int64_t columns, std::int64_t depth) {
-  alignas(64) static constexpr BFloat16 kZeros[kTileElements] = {};
-  std::int64_t first = 0;
-  for (const GemmSegment& segment : args.segments) {
-    const std::int64_t panels = segment.weights.panels;
-    for (std::int64_t q = 0; q < CeilDiv(panels, 2); ++q) {
-      for (std::int64_t n = 0; n < columns; ++n) {
-        alignas(64) BFloat16 decoded[2 * kTileElements];
-        const BFloat16* even = WeightTile(segment.weights, 2 * q, column + n, decoded);
-        const BFloat16* odd =
-            2 * q + 1 < panels ? WeightTile(segment.weights, 2 * q + 1, column + n, decoded + kTileElements) : kZeros;
-        BFloat16* low = args.scratch + (2 * n * depth + first + q) * kTileElements;
-        Cell::InterleavePanels(even, odd, low, low + depth * kTileElements);
-      }
+struct NothingAside {
+  MOESAIC_INLINE void Step() {}
+};
+
+/// Lays one tile column of the weights of all segments out as two panels of right tiles, `low` for its columns 0..15 and `high`
+/// for 16..31, in units of a quarter of a tile, `per_step` of them at each step; and prefetches a column further on.
+class ColumnUnpacker {
+ public:
+  static constexpr int kUnits = 4;  ///< of a tile
+  static constexpr std::int64_t kAhead = 1;
+
+  /// @param column  of the weights; at or beyond `end` there is nothing to do
+  ColumnUnpacker(const UnpackGemmArgs& args, std::int64_t column, std::int64_t end, std::int64_t depth, std::int64_t steps,
+                 BFloat16* right)
+      : segments_(args.segments), column_(column), low_(right), high_(right + depth * kTileElements) {
+    units_left_ = column < end ? 2 * depth * kUnits : 0;
+    units_per_1024_steps_ = CeilDiv(1024 * units_left_, steps > 0 ? steps : 1);
+    prefetch_ = column + kAhead < end;
+  }
+
+  MOESAIC_INLINE void Step() {
+    credit_ += units_per_1024_steps_;
+    while (credit_ >= 1024 && units_left_ > 0) {
+      credit_ -= 1024;
+      Unit();
     }
-    first += CeilDiv(panels, 2);
+  }
+
+  void Finish() {
+    while (units_left_ > 0) Unit();
+  }
+
+ private:
+  MOESAIC_INLINE void Unit() {
+    constexpr std::int64_t kElements = kTileElements / kUnits;
+    if (unit_ % kUnits == 0) NextTile();
+    const std::int64_t from = unit_ % kUnits * kElements;
+    // Two stored tiles make one right tile: 8 row pairs each.
+    const std::int64_t to = unit_ / 2 * kElements + unit_ % 2 * (kElements / 2);
+    InterleaveRowPairs<kPanelRows / 2 / kUnits>(tile_ + from, low_ + to, high_ + to);
+    if (ahead_ != nullptr) {
+      for (std::int64_t line = 0; line < kElements; line += kTileColumns) __builtin_prefetch(ahead_ + from + line, 0, 2);
+    }
+    ++unit_;
+    --units_left_;
+  }
+
+  [[gnu::noinline]] void NextTile() {
+    alignas(64) static constexpr BFloat16 kZeros[kTileElements] = {};
+    while (panel_ >= RoundUp(segments_[segment_].weights.panels, 2)) {
+      ++segment_;
+      panel_ = 0;
+    }
+    const TileMatrix& weights = segments_[segment_].weights;
+    ahead_ = nullptr;
+    tile_ = kZeros;
+    if (panel_ < weights.panels) {
+      tile_ = WeightTile(weights, panel_, column_, decoded_);
+      if (prefetch_ && weights.codec == nullptr) ahead_ = weights.Tile(panel_, column_ + kAhead);
+    }
+    ++panel_;
+  }
+
+  std::span<const GemmSegment> segments_;
+  std::int64_t column_;
+  BFloat16* low_;
+  BFloat16* high_;
+  std::int64_t units_left_, units_per_1024_steps_, credit_ = 0, unit_ = 0;
+  std::size_t segment_ = 0;
+  std::int64_t panel_ = 0;
+  bool prefetch_;
+  const BFloat16* tile_ = nullptr;
+  const BFloat16* ahead_ = nullptr;
+  alignas(64) BFloat16 decoded_[kTileElements];
+};
+
+/// Rows of a cell's result, rounded to bf16, to where the caller wants them. A whole line goes past the caches, where the rows of
+/// all experts do not fit.
+inline void StoreRows(const float* c, std::int64_t ldc, int rows, int columns, BFloat16* const* out, std::int64_t first) {
+  for (int i = 0; i < rows; ++i, c += ldc) {
+    if (out[i] == nullptr) continue;
+    BFloat16* destination = out[i] + first;
+    if (columns == 32 && IsAligned(destination)) {
+      StreamLine(destination, NarrowBoth(LoadF32(c), LoadF32(c + 16)));
+    } else {
+      for (int j = 0; j < columns; j += 16) StoreBf16(destination + j, LoadF32(c + j));
+    }
   }
 }
 
+/// One tile column of C from its unpacked right panels, all rows.
+template <class Cell, class Aside>
+void UnpackedColumn(const UnpackGemmArgs& args, std::int64_t column, std::int64_t depth, const BFloat16* right, Aside& aside) {
+  static_assert(Cell::kMaxB >= 2);
+  CellRun runs[8];
+  for (std::int64_t p = 0; p < args.panels; p += Cell::kMaxA) {
+    const int na = Least(Cell::kMaxA, args.panels - p);
+    int count = 0;
+    std::int64_t first = 0;
+    for (const GemmSegment& segment : args.segments) {
+      CellRun& run = runs[count++];
+      run.length = CeilDiv(segment.weights.panels, 2);
+      run.a_stride = segment.activations.column_stride * kTileElements;
+      run.b_stride = kTileElements;
+      for (int a = 0; a < na; ++a) run.a[a] = segment.activations.Tile(args.first_panel + p + a, 0);
+      for (int b = 0; b < 2; ++b) run.b[b] = right + (b * depth + first) * kTileElements;
+      first += run.length;
+    }
+    if (args.rows == nullptr) {
+      float* c = args.c + p * kPanelRows * args.ldc + column * kTileColumns;
+      Compute<Cell>(na, 2, runs, count, c, args.ldc, args.accumulate, aside);
+    } else {
+      alignas(64) float c[Cell::kMaxA * kPanelRows * kTileColumns];
+      Compute<Cell>(na, 2, runs, count, c, kTileColumns, false, aside);
+      StoreRows(c, kTileColumns, na * 16, 32, args.rows + p * kPanelRows, (args.first_column + column) * kTileColumns);
+    }
+  }
+}
+
+/// A column is unpacked while the one before it is multiplied, where that costs nothing, or else just before.
 template <class Cell>
 void UnpackGemm(const UnpackGemmArgs& args) {
   std::int64_t depth = 0;
   for (const GemmSegment& segment : args.segments) depth += CeilDiv(segment.weights.panels, 2);
-  Prefetcher prefetcher(args.prefetch, depth * CeilDiv(args.panels, Cell::kMaxA) * CeilDiv(2 * args.columns, Cell::kMaxB));
+  const std::int64_t steps = depth * CeilDiv(args.panels, Cell::kMaxA), end = args.first_column + args.columns;
   [[maybe_unused]] const typename Cell::Scope scope;
-  for (std::int64_t n0 = 0; n0 < args.columns; n0 += args.columns_per_group) {
-    const std::int64_t columns = Least(args.columns_per_group, args.columns - n0);
-    UnpackColumns<Cell>(args, args.first_column + n0, columns, depth);
-    for (std::int64_t p = 0; p < args.panels; p += Cell::kMaxA) {
-      const int na = Least(Cell::kMaxA, args.panels - p);
-      for (std::int64_t b0 = 0; b0 < 2 * columns; b0 += Cell::kMaxB) {
-        const int nb = Least(Cell::kMaxB, 2 * columns - b0);
-        CellRun runs[8];
-        int count = 0;
-        std::int64_t first = 0;
-        for (const GemmSegment& segment : args.segments) {
-          CellRun& run = runs[count++];
-          run.length = CeilDiv(segment.weights.panels, 2);
-          run.a_stride = segment.activations.column_stride * kTileElements;
-          run.b_stride = kTileElements;
-          for (int a = 0; a < na; ++a) run.a[a] = segment.activations.Tile(args.first_panel + p + a, 0);
-          for (int b = 0; b < nb; ++b) run.b[b] = args.scratch + ((b0 + b) * depth + first) * kTileElements;
-          first += run.length;
-        }
-        const std::int64_t column = 2 * n0 + b0;
-        if (args.rows == nullptr) {
-          float* c = args.c + p * kPanelRows * args.ldc + column * kPanelRows;
-          Compute<Cell>(na, nb, runs, count, c, args.ldc, args.accumulate, prefetcher);
-        } else {
-          alignas(64) float c[2 * kPanelRows * kMaxCellPanels * kPanelRows];
-          constexpr std::int64_t kLd = kMaxCellPanels * kPanelRows;
-          Compute<Cell>(na, nb, runs, count, c, kLd, false, prefetcher);
-          StoreRows(c, kLd, na * 16, nb * 16, args.rows + p * kPanelRows,
-                    2 * kPanelRows * args.first_column + column * kPanelRows);
-        }
+  ColumnUnpacker(args, args.first_column, end, depth, 1, args.scratch).Finish();
+  for (std::int64_t n = 0; n < args.columns; ++n) {
+    const BFloat16* right = args.scratch + n % 2 * 2 * depth * kTileElements;
+    BFloat16* next_right = args.scratch + (n + 1) % 2 * 2 * depth * kTileElements;
+    ColumnUnpacker next(args, args.first_column + n + 1, end, depth, steps, next_right);
+    if constexpr (Cell::kVectorsIdle) {
+      UnpackedColumn<Cell>(args, n, depth, right, next);
+    } else {
+      NothingAside nothing;
+      UnpackedColumn<Cell>(args, n, depth, right, nothing);
+    }
+    next.Finish();
+  }
+  if (args.rows != nullptr) StreamFence();
+}
+
+template <class Cell>
+void GradientGemm(const GradientGemmArgs& args) {
+  [[maybe_unused]] const typename Cell::Scope scope;
+  NothingAside nothing;
+  const std::int64_t right_panels = args.segments[0].right.panels;
+  for (std::int64_t p = 0; p < args.panels; p += Cell::kMaxA) {
+    const int na = Least(Cell::kMaxA, args.panels - p);
+    for (std::int64_t n = 0; n < right_panels; n += Cell::kMaxB) {
+      const int nb = Least(Cell::kMaxB, right_panels - n);
+      CellRun runs[4];
+      int count = 0;
+      for (const GradientSegment& segment : args.segments) {
+        CellRun& run = runs[count++];
+        run.length = segment.left.columns;
+        run.a_stride = segment.left.column_stride * kTileElements;
+        run.b_stride = segment.right.column_stride * kTileElements;
+        for (int a = 0; a < na; ++a) run.a[a] = segment.left.Tile(args.first_panel + p + a, 0);
+        for (int b = 0; b < nb; ++b) run.b[b] = segment.right.Tile(n + b, 0);
       }
+      float* c = args.c + p * kPanelRows * args.ldc + n * kPanelRows;
+      Compute<Cell>(na, nb, runs, count, c, args.ldc, args.accumulate, nothing);
     }
   }
 }

@@ -48,9 +48,10 @@ struct TileCodec {
 };
 
 /// A non-owning matrix of tiles, 64-byte aligned. What its tiles hold is one of
-///   stored   16 rows x 32 permuted columns: weights in both forms; activations that a LoRA gradient contracts over
+///   stored   16 rows x 32 permuted columns: weights, in both forms
 ///   operand  16 rows x 32 columns in order: the left factor of the unpack form
 ///   pairs    16 pairs of permuted columns x 16 rows, a transposed stored tile: the right factor of the direct form
+///   row pairs  16 pairs of rows x 16 columns: the right factor where the contraction runs along the rows
 struct TileMatrix {
   BFloat16* data = nullptr;
   std::int64_t panels = 0;   ///< rows / 16, rounded up
@@ -68,6 +69,13 @@ struct TileMatrix {
   static TileMatrix Activations(BFloat16* data, std::int64_t rows, std::int64_t columns) {
     const std::int64_t panels = CeilDiv(rows, kPanelRows);
     return {data, panels, CeilDiv(columns, kTileColumns), panels % 4 == 0 ? panels + 1 : panels};
+  }
+
+  /// Row pairs of [rows][columns]: panels are 16 columns, columns are 32 rows.
+  static TileMatrix RowPairs(BFloat16* data, std::int64_t rows, std::int64_t columns) {
+    TileMatrix tiles = Activations(data, RoundUp(columns, kTileColumns), rows);
+    tiles.panels = CeilDiv(columns, kPanelRows);
+    return tiles;
   }
 
   MOESAIC_INLINE std::int64_t size() const { return (column_stride != 0 ? column_stride : panels) * columns * kTileElements; }

@@ -84,12 +84,11 @@ TEST_P(CodecTest, UnpackForm) {
   const auto run = [&](const TileMatrix& matrix) {
     const GemmSegment segment{matrix, x.matrix()};
     const std::span<const GemmSegment> segments(&segment, 1);
-    const PoisonedBuffer c(48 * kLd * 4), scratch(UnpackScratchElements(segments, 3) * 2);
+    const PoisonedBuffer c(48 * kLd * 4), scratch(UnpackScratchElements(segments) * 2);
     UnpackGemmArgs args;
     args.segments = segments;
     args.panels = 3;
     args.columns = kColumns;
-    args.columns_per_group = 3;
     args.c = c.As<float>();
     args.ldc = kLd;
     args.scratch = scratch.As<BFloat16>();

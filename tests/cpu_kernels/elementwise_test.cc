@@ -18,11 +18,11 @@ double Sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 
 class ElementwiseTest : public TierTest {};
 
-/// `value` comes from some fp32 operations, each within 2^-24 of its result, an exponential within 2^-22, and is then rounded
-/// to bf16: it is what rounding gives somewhere within 2^-20 of the expected number.
+/// `value` comes from some fp32 operations, each within 2^-24 of its result, a sigmoid within 2^-18, and is then rounded to
+/// bf16: it is what rounding gives somewhere within 2^-17 of the expected number.
 /// @param margin  more than that, where terms cancel
 void ExpectBf16(float value, double expected, const char* name, std::int64_t i, std::int64_t t, double margin = 0.0) {
-  margin += 0x1p-20 * std::fabs(expected);
+  margin += 0x1p-17 * std::fabs(expected);
   ASSERT_GE(value, ToFloat(ToBFloat16(static_cast<float>(expected - margin)))) << name << " at row " << i << " token " << t;
   ASSERT_LE(value, ToFloat(ToBFloat16(static_cast<float>(expected + margin)))) << name << " at row " << i << " token " << t;
 }
@@ -83,8 +83,8 @@ TEST_P(ElementwiseTest, SwigluForward) {
           ExpectBf16(z.Get(t, kBlock + i), valid ? g * Sigmoid(g) * up(i, t) : 0.0, "Z", i, t);
           EXPECT_TRUE(std::isnan(z.Get(t, i)) && std::isnan(z.Get(t, 2 * kBlock + i))) << "another block was touched";
           if (!valid || !save) continue;
-          EXPECT_EQ(ToFloat(saved_gate.As<BFloat16>()[i * c.tokens + t]), gate(i, t));
-          EXPECT_EQ(ToFloat(saved_up.As<BFloat16>()[i * c.tokens + t]), up(i, t));
+          EXPECT_EQ(ToFloat(saved_gate.As<BFloat16>()[SavedPosition(i, t, c.rows, c.tokens)]), gate(i, t));
+          EXPECT_EQ(ToFloat(saved_up.As<BFloat16>()[SavedPosition(i, t, c.rows, c.tokens)]), up(i, t));
         }
       }
     }
@@ -110,9 +110,9 @@ struct BackwardBlock {
         d_weight(RoundUp(c.tokens, 16) * 4),
         d_gate(OutputTiles(c.tokens, 2 * kBlock)),
         d_up(OutputTiles(c.tokens, 2 * kBlock)),
-        d_gate_t(OutputTiles(2 * kBlock, c.tokens)),
-        d_up_t(OutputTiles(2 * kBlock, c.tokens)),
-        z_t(OutputTiles(2 * kBlock, c.tokens)) {
+        d_gate_t(OutputTiles(kBlock, c.tokens)),
+        d_up_t(OutputTiles(kBlock, c.tokens)),
+        z_t(OutputTiles(kBlock, c.tokens)) {
     for (std::int64_t t = 0; t < c.tokens; ++t) weight.push_back(RandomValues(1, 1, random)(0, 0));
     for (std::int64_t t = 0; t < RoundUp(c.tokens, 16); ++t) d_weight.As<float>()[t] = static_cast<float>(t);
     Save();
@@ -135,8 +135,8 @@ struct BackwardBlock {
   void Save() {
     for (std::int64_t i = 0; i < gate.rows; ++i) {
       for (std::int64_t t = 0; t < gate.cols; ++t) {
-        saved_gate.As<BFloat16>()[i * gate.cols + t] = ToBFloat16(gate(i, t));
-        saved_up.As<BFloat16>()[i * gate.cols + t] = ToBFloat16(up(i, t));
+        saved_gate.As<BFloat16>()[SavedPosition(i, t, gate.rows, gate.cols)] = ToBFloat16(gate(i, t));
+        saved_up.As<BFloat16>()[SavedPosition(i, t, gate.rows, gate.cols)] = ToBFloat16(up(i, t));
       }
     }
   }
@@ -166,16 +166,16 @@ TEST_P(ElementwiseTest, SwigluBackward) {
         // Near g = -1.278 the slope of silu, sigma + g sigma (1 - sigma), is zero while its terms are 0.22.
         const double terms =
             t < c.tokens && i < c.rows ? std::fabs(b.weight[static_cast<std::size_t>(t)] * b.d_z(i, t) * b.up(i, t)) : 0.0;
-        ExpectBf16(b.d_gate.Get(t, kBlock + i), d_gate, "dG", i, t, 0x1p-22 * terms);
+        ExpectBf16(b.d_gate.Get(t, kBlock + i), d_gate, "dG", i, t, 0x1p-17 * terms);
         ExpectBf16(b.d_up.Get(t, kBlock + i), d_up, "dU", i, t);
-        ExpectBf16(b.z_t.Get(kBlock + i, t), z, "Z", i, t);
-        EXPECT_EQ(b.d_gate_t.Get(kBlock + i, t), b.d_gate.Get(t, kBlock + i)) << i << ", " << t;
-        EXPECT_EQ(b.d_up_t.Get(kBlock + i, t), b.d_up.Get(t, kBlock + i)) << i << ", " << t;
-        EXPECT_TRUE(std::isnan(b.d_gate.Get(t, i)) && std::isnan(b.d_gate_t.Get(i, t))) << "another block was touched";
+        ExpectBf16(b.z_t.Get(i, t), z, "Z", i, t);
+        EXPECT_EQ(b.d_gate_t.Get(i, t), b.d_gate.Get(t, kBlock + i)) << i << ", " << t;
+        EXPECT_EQ(b.d_up_t.Get(i, t), b.d_up.Get(t, kBlock + i)) << i << ", " << t;
+        EXPECT_TRUE(std::isnan(b.d_gate.Get(t, i)) && std::isnan(b.d_up.Get(t, i))) << "another block was touched";
       }
-      // At most 33 additions and as many products, each within 2^-24 of the magnitudes, and the exponential within 2^-22.
+      // At most 33 additions and as many products, each within 2^-24 of the magnitudes, and the sigmoid within 2^-18.
       if (t < RoundUp(c.tokens, 16)) {
-        EXPECT_NEAR(b.d_weight.As<float>()[t], d_weight, 70 * 0x1p-24 * magnitude) << t;
+        EXPECT_NEAR(b.d_weight.As<float>()[t], d_weight, (70 * 0x1p-24 + 0x1p-18) * magnitude) << t;
       }
     }
   }

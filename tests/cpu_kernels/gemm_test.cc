@@ -103,7 +103,7 @@ TEST_P(GemmExact, UnpackForm) {
       for (std::int64_t m = 1; m <= kMaxSize; ++m) {
         for (std::int64_t l = 0; l < k; ++l) activations.Set(m - 1, l, a(m - 1, l));
         const GemmSegment segment{weights.matrix(), activations.matrix()};
-        const PoisonedBuffer scratch(UnpackScratchElements({&segment, 1}, 1) * 2);
+        const PoisonedBuffer scratch(UnpackScratchElements({&segment, 1}) * 2);
         std::fill_n(c, kMaxSize * kMaxSize, kNan);
         UnpackGemmArgs args;
         args.segments = {&segment, 1};
@@ -113,6 +113,41 @@ TEST_P(GemmExact, UnpackForm) {
         args.ldc = kMaxSize;
         args.scratch = scratch.As<BFloat16>();
         tier_->unpack_gemm(args);
+        ASSERT_TRUE(Equals(c, kMaxSize, expected, m, n)) << "M " << m << " N " << n << " K " << k;
+      }
+    }
+  }
+}
+
+TEST_P(GemmExact, GradientForm) {
+  std::mt19937_64 random(9);
+  PoisonedBuffer memory(kMaxSize * kMaxSize * 4);
+  float* c = memory.As<float>();
+  for (std::int64_t k = 1 + std::get<1>(GetParam()); k <= kMaxSize; k += kShards) {
+    const Dense a = RandomIntegers(kMaxSize, k, random);
+    const Dense b = RandomIntegers(k, kMaxSize, random);
+    Dense expected(kMaxSize, kMaxSize);
+    for (std::int64_t i = 0; i < kMaxSize; ++i) {
+      for (std::int64_t l = 0; l < k; ++l) {
+        for (std::int64_t j = 0; j < kMaxSize; ++j) expected(i, j) += a(i, l) * b(l, j);
+      }
+    }
+    for (std::int64_t n = 1; n <= kMaxSize; ++n) {
+      Tiles right(Order::kRowPairs, k, n, false);
+      for (std::int64_t l = 0; l < k; ++l) {
+        for (std::int64_t j = 0; j < n; ++j) right.Set(l, j, b(l, j));
+      }
+      Tiles left(Order::kOperand, kMaxSize, k, false);
+      for (std::int64_t m = 1; m <= kMaxSize; ++m) {
+        for (std::int64_t l = 0; l < k; ++l) left.Set(m - 1, l, a(m - 1, l));
+        const GradientSegment segment{left.matrix(), right.matrix()};
+        std::fill_n(c, kMaxSize * kMaxSize, kNan);
+        GradientGemmArgs args;
+        args.segments = {&segment, 1};
+        args.panels = CeilDiv(m, 16);
+        args.c = c;
+        args.ldc = kMaxSize;
+        tier_->gradient_gemm(args);
         ASSERT_TRUE(Equals(c, kMaxSize, expected, m, n)) << "M " << m << " N " << n << " K " << k;
       }
     }
@@ -199,21 +234,20 @@ struct UnpackProblem {
   PoisonedBuffer memory;
   PoisonedBuffer scratch;
 
-  UnpackProblem(const std::vector<Factors>& factors, std::int64_t columns_per_group, std::int64_t extra_columns)
+  UnpackProblem(const std::vector<Factors>& factors, std::int64_t extra_columns)
       : memory(RoundUp(factors[0].left.rows, 16) * (RoundUp(factors[0].right.cols, 32) + extra_columns) * 4), scratch(0) {
     for (const Factors& f : factors) {
       weights.emplace_back(Order::kStored, f.right, true);
       activations.emplace_back(Order::kOperand, f.left, false);
       segments.push_back({weights.back().matrix(), activations.back().matrix()});
     }
-    scratch = PoisonedBuffer(UnpackScratchElements(segments, columns_per_group) * 2);
+    scratch = PoisonedBuffer(UnpackScratchElements(segments) * 2);
     args.segments = segments;
     args.panels = CeilDiv(factors[0].left.rows, 16);
     args.columns = CeilDiv(factors[0].right.cols, 32);
     args.c = memory.As<float>();
     args.ldc = args.columns * 32 + extra_columns;
     args.scratch = scratch.As<BFloat16>();
-    args.columns_per_group = columns_per_group;
   }
   std::size_t bytes() const { return static_cast<std::size_t>(args.panels * 16 * args.ldc * 4); }
 };
@@ -262,13 +296,52 @@ TEST_P(GemmRandom, UnpackForm) {
     SCOPED_TRACE(testing::Message() << "M " << shape.m << " N " << shape.n << " segments " << shape.depths.size());
     const std::vector<Factors> factors = UnpackFactors(shape, random);
     for (const bool accumulate : {false, true}) {
-      UnpackProblem problem(factors, 2, 32);
+      UnpackProblem problem(factors, 32);
       Dense start(problem.args.panels * 16, problem.args.ldc);
       if (accumulate) start = RandomStart(problem.args.c, start.rows, start.cols, random);
       problem.args.accumulate = accumulate;
-      problem.args.prefetch = {problem.segments[0].weights, 0, 1, 0, 1};
       tier_->unpack_gemm(problem.args);
       ExpectNear(problem.args.c, problem.args.ldc, start, factors, false);
+    }
+  }
+}
+
+// Also cut into calls of some panels each, which give the same bits as one call.
+TEST_P(GemmRandom, GradientForm) {
+  std::mt19937_64 random(10);
+  for (const Shape& shape : kShapes) {
+    SCOPED_TRACE(testing::Message() << "M " << shape.m << " N " << shape.n << " segments " << shape.depths.size());
+    const std::vector<Factors> factors = UnpackFactors(shape, random);
+    std::vector<Tiles> left, right;
+    std::vector<GradientSegment> segments;
+    for (const Factors& f : factors) {
+      left.emplace_back(Order::kOperand, f.left, false);
+      right.emplace_back(Order::kRowPairs, f.right, false);
+      segments.push_back({left.back().matrix(), right.back().matrix()});
+    }
+    GradientGemmArgs args;
+    args.segments = segments;
+    args.panels = CeilDiv(shape.m, 16);
+    args.ldc = RoundUp(shape.n, 16) + 16;
+    const std::int64_t size = args.panels * 16 * args.ldc;
+    for (const bool accumulate : {false, true}) {
+      Dense start(args.panels * 16, args.ldc);
+      const PoisonedBuffer whole(size * 4), cut(size * 4);
+      if (accumulate) {
+        start = RandomStart(whole.As<float>(), start.rows, start.cols, random);
+        std::copy(start.values.begin(), start.values.end(), cut.As<float>());
+      }
+      args.accumulate = accumulate;
+      args.c = whole.As<float>();
+      tier_->gradient_gemm(args);
+      ExpectNear(args.c, args.ldc, start, factors, false);
+      GradientGemmArgs part = args;
+      for (part.first_panel = 0; part.first_panel < args.panels; part.first_panel += part.panels) {
+        part.panels = std::min<std::int64_t>(3, args.panels - part.first_panel);
+        part.c = cut.As<float>() + part.first_panel * 16 * args.ldc;
+        tier_->gradient_gemm(part);
+      }
+      ASSERT_EQ(std::memcmp(whole.As<float>(), cut.As<float>(), static_cast<std::size_t>(size) * 4), 0);
     }
   }
 }
@@ -277,10 +350,10 @@ TEST_P(GemmRandom, UnpackFormToRows) {
   std::mt19937_64 random(5);
   for (const Shape& shape : kShapes) {
     const std::vector<Factors> factors = UnpackFactors(shape, random);
-    UnpackProblem expected(factors, 1, 0);
+    UnpackProblem expected(factors, 0);
     tier_->unpack_gemm(expected.args);
 
-    UnpackProblem problem(factors, 3, 0);
+    UnpackProblem problem(factors, 0);
     const std::int64_t width = problem.args.columns * 32;
     const PoisonedBuffer memory(shape.m * width * 2);
     std::vector<BFloat16*> rows(static_cast<std::size_t>(problem.args.panels * 16), nullptr);  // rows beyond M are dropped
@@ -309,7 +382,7 @@ TEST_P(GemmRandom, NanAndInfPropagate) {
     DirectProblem direct(factors, 0);
     tier_->direct_gemm(direct.args);
     factors[0].right = RandomValues(70, 36, random);
-    UnpackProblem unpack(factors, 1, 0);
+    UnpackProblem unpack(factors, 0);
     tier_->unpack_gemm(unpack.args);
     for (std::int64_t i = 0; i < 40; ++i) {
       for (std::int64_t j = 0; j < 36; ++j) {
@@ -357,11 +430,10 @@ TEST_P(GemmRandom, UnpackFormSameBitsForAnyBlocking) {
   std::mt19937_64 random(8);
   for (const Shape& shape : kShapes) {
     const std::vector<Factors> factors = UnpackFactors(shape, random);
-    UnpackProblem whole(factors, 1, 0);
+    UnpackProblem whole(factors, 0);
     tier_->unpack_gemm(whole.args);
     for (int trial = 0; trial < 3; ++trial) {
-      const std::int64_t columns_per_group = 1 + static_cast<std::int64_t>(random() % 5);
-      UnpackProblem cut(factors, columns_per_group, 0);
+      UnpackProblem cut(factors, 0);
       for (std::int64_t p = 0; p < whole.args.panels;) {
         UnpackGemmArgs args = cut.args;
         args.first_panel = p;

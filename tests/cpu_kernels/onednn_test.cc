@@ -93,8 +93,7 @@ TEST_P(OneDnn, UnpackForm) {
       args.panels = activations.matrix().panels;
       args.columns = weights.matrix().columns;
       args.ldc = args.columns * 32;
-      args.columns_per_group = 2;
-      const PoisonedBuffer scratch(UnpackScratchElements(args.segments, args.columns_per_group) * 2);
+      const PoisonedBuffer scratch(UnpackScratchElements(args.segments) * 2);
       args.scratch = scratch.As<BFloat16>();
       const PoisonedBuffer c(args.panels * 16 * args.ldc * 4);
       args.c = c.As<float>();

@@ -125,7 +125,7 @@ TEST_P(PackRowsTest, AllOrdersAndScales) {
                                         << scales);
         Strided source(dtype, count, columns, columns + 3, 1);
         std::vector<const void*> rows;
-        Dense expected(RoundUp(count, 16), RoundUp(columns, 32));
+        Dense expected(RoundUp(count, 32), RoundUp(columns, 32));
         std::vector<float> row_scale, column_scale;
         std::normal_distribution<float> normal;
         for (std::int64_t i = 0; i < count; ++i) row_scale.push_back(normal(random));
@@ -142,10 +142,11 @@ TEST_P(PackRowsTest, AllOrdersAndScales) {
             expected(i, j) = ToFloat(ToBFloat16(value * scale));
           }
         }
-        Tiles stored(Order::kStored, count, columns, false);
-        Tiles operand(Order::kOperand, count, columns, false);
-        Tiles pairs(Order::kPairs, count, columns, false);
-        for (const Tiles* tiles : {&stored, &operand, &pairs}) {
+        Tiles stored(Order::kStored, expected.rows, columns, false);
+        Tiles operand(Order::kOperand, expected.rows, columns, false);
+        Tiles pairs(Order::kPairs, expected.rows, columns, false);
+        Tiles row_pairs(Order::kRowPairs, count, columns, false);
+        for (const Tiles* tiles : {&stored, &operand, &pairs, &row_pairs}) {
           std::memset(tiles->matrix().data, 0xff, static_cast<std::size_t>(tiles->matrix().size()) * sizeof(BFloat16));
         }
         PackRowsArgs args;
@@ -155,10 +156,11 @@ TEST_P(PackRowsTest, AllOrdersAndScales) {
         args.columns = columns;
         args.row_scale = (scales & 1) != 0 ? row_scale.data() : nullptr;
         args.column_scale = (scales & 2) != 0 ? column_scale.data() : nullptr;
-        args.panels = stored.matrix().panels;
+        args.panels = RoundUp(count, 32) / 16;
         args.stored = stored.matrix();
         args.operand = operand.matrix();
         args.pairs = pairs.matrix();
+        args.row_pairs = row_pairs.matrix();
         // Two ranges of columns, as two tasks would do them.
         args.tile_columns = stored.matrix().columns / 2;
         tier_->pack_rows(args);
@@ -172,6 +174,7 @@ TEST_P(PackRowsTest, AllOrdersAndScales) {
             ASSERT_NEAR(stored.Get(i, j), expected(i, j), tolerance) << i << ", " << j;
             ASSERT_EQ(operand.Get(i, j), stored.Get(i, j)) << i << ", " << j;
             ASSERT_EQ(pairs.Get(i, j), stored.Get(i, j)) << i << ", " << j;
+            ASSERT_EQ(row_pairs.Get(i, j), stored.Get(i, j)) << i << ", " << j;
           }
         }
       }

@@ -13,7 +13,7 @@ TEST(TileEvaluator, ChunkRowsIsAFunctionOfTheShape) {
       EXPECT_LE(rows, kMaxChunkRows);
       EXPECT_EQ(rows % 32, 0);
       // It fixes the order of summation: no tuning may touch it.
-      const ScopedBlocking forced({1, 1, 1, 1});
+      const ScopedBlocking forced({1, 1, 1});
       EXPECT_EQ(ChunkRows(hidden, intermediate), rows);
     }
   }
@@ -27,7 +27,6 @@ TEST(TileEvaluator, BlockingIsLegalForAnyCall) {
           const Blocking blocking = ChooseBlocking({jobs, 17, hidden, intermediate, threads});
           EXPECT_GE(blocking.intermediate_units_per_task, 1);
           EXPECT_GE(blocking.hidden_columns_per_task, 1);
-          EXPECT_GE(blocking.unpack_columns, 1);
           EXPECT_GE(blocking.tokens_per_merge, 1);
         }
       }
@@ -39,7 +38,7 @@ TEST(TileEvaluator, ScopedBlockingEndsWithItsScope) {
   const BlockingQuery query{4, 64, 2048, 768, 2};
   const std::int64_t before = ChooseBlocking(query).tokens_per_merge;
   {
-    const ScopedBlocking forced({3, 5, 2, 77});
+    const ScopedBlocking forced({3, 5, 77});
     EXPECT_EQ(ChooseBlocking(query).tokens_per_merge, 77);
   }
   EXPECT_EQ(ChooseBlocking(query).tokens_per_merge, before);

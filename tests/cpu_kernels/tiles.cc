@@ -20,6 +20,7 @@ Dense RandomValues(std::int64_t rows, std::int64_t cols, std::mt19937_64& random
 
 std::int64_t PositionInTile(Order order, std::int64_t row, std::int64_t column) {
   if (order == Order::kOperand) return row * 32 + column;
+  if (order == Order::kRowPairs) return row / 2 * 32 + column * 2 + row % 2;
   // Lane L of the four 128-bit lanes holds columns 4L..4L+3, then 16+4L..16+4L+3.
   const std::int64_t lane = column % 16 / 4;
   const std::int64_t half = column / 16;
@@ -34,7 +35,9 @@ PoisonedBuffer::PoisonedBuffer(std::int64_t bytes) : buffer_(bytes) {
 }
 
 Tiles::Tiles(Order order, std::int64_t rows, std::int64_t cols, bool superblocks) : order_(order) {
-  const auto make = superblocks ? &TileMatrix::Weights : &TileMatrix::Activations;
+  const auto make = order == Order::kRowPairs ? &TileMatrix::RowPairs
+                    : superblocks             ? &TileMatrix::Weights
+                                              : &TileMatrix::Activations;
   buffer_ = AlignedBuffer(make(nullptr, rows, cols).size() * static_cast<std::int64_t>(sizeof(BFloat16)));
   matrix_ = make(static_cast<BFloat16*>(buffer_.data()), rows, cols);
   if (buffer_.bytes() > 0) std::memset(buffer_.data(), 0, static_cast<std::size_t>(buffer_.bytes()));
@@ -46,13 +49,14 @@ Tiles::Tiles(Order order, const Dense& values, bool superblocks) : Tiles(order, 
   }
 }
 
-void Tiles::Set(std::int64_t row, std::int64_t col, float value) {
-  matrix_.Tile(row / 16, col / 32)[PositionInTile(order_, row % 16, col % 32)] = ToBFloat16(value);
+BFloat16& Tiles::At(std::int64_t row, std::int64_t col) const {
+  if (order_ == Order::kRowPairs) return matrix_.Tile(col / 16, row / 32)[PositionInTile(order_, row % 32, col % 16)];
+  return matrix_.Tile(row / 16, col / 32)[PositionInTile(order_, row % 16, col % 32)];
 }
 
-float Tiles::Get(std::int64_t row, std::int64_t col) const {
-  return ToFloat(matrix_.Tile(row / 16, col / 32)[PositionInTile(order_, row % 16, col % 32)]);
-}
+void Tiles::Set(std::int64_t row, std::int64_t col, float value) { At(row, col) = ToBFloat16(value); }
+
+float Tiles::Get(std::int64_t row, std::int64_t col) const { return ToFloat(At(row, col)); }
 
 std::string TierLabel(std::size_t index) { return std::string(KernelTiers()[index]->name) + "_" + std::to_string(index); }
 

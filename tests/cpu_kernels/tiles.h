@@ -33,9 +33,9 @@ Dense RandomIntegers(std::int64_t rows, std::int64_t cols, std::mt19937_64& rand
 /// Roughly normal values, rounded to bf16.
 Dense RandomValues(std::int64_t rows, std::int64_t cols, std::mt19937_64& random);
 
-enum class Order { kStored, kOperand, kPairs };
+enum class Order { kStored, kOperand, kPairs, kRowPairs };
 
-/// Where element (row, column) of a tile lies in it.
+/// Where element (row, column) of a tile lies in it; kRowPairs: of 32 rows and 16 columns.
 std::int64_t PositionInTile(Order order, std::int64_t row, std::int64_t column);
 
 /// Memory with the value of every float and bf16 in it NaN, 64-byte aligned.
@@ -63,6 +63,8 @@ class Tiles {
   const TileMatrix& matrix() const { return matrix_; }
 
  private:
+  BFloat16& At(std::int64_t row, std::int64_t col) const;
+
   Order order_;
   AlignedBuffer buffer_;
   TileMatrix matrix_;

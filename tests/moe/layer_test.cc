@@ -212,10 +212,9 @@ TEST(Layer, SameBitsForAnyBlocking) {
   for (int trial = 0; trial < 12; ++trial) {
     const Blocking blocking{.intermediate_units_per_task = draw(4),
                             .hidden_columns_per_task = draw(12),
-                            .unpack_columns = draw(9),
                             .tokens_per_merge = draw(100)};
     SCOPED_TRACE(testing::Message() << blocking.intermediate_units_per_task << " " << blocking.hidden_columns_per_task << " "
-                                    << blocking.unpack_columns << " " << blocking.tokens_per_merge);
+                                    << blocking.tokens_per_merge);
     const ScopedBlocking forced(blocking);
     const Saved own(layer, problem);
     EXPECT_TRUE(RunForward(layer, problem, pool, &own) == out);
