@@ -7,7 +7,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings/tensor.h"
+#include "cpu_kernels/gemm/pack.h"
+#include "cpu_kernels/kernels.h"
 #include "profiling/bench/ceiling.h"
+#include "profiling/bench/gemm_probe.h"
+#include "profiling/bench/pool_probe.h"
 #include "threadpool/pool.h"
 #include "threadpool/topology.h"
 
@@ -72,6 +77,75 @@ py::dict TopologyToDict() {
   return result;
 }
 
+threadpool::ThreadSource SourceNamed(const std::string& source) {
+  if (source == "own") return threadpool::ThreadSource::kOwn;
+  if (source == "openmp") return threadpool::ThreadSource::kOpenMp;
+  throw std::invalid_argument("source is \"" + source + "\"; expected \"openmp\" or \"own\"");
+}
+
+void RegisterPoolProbe(py::module_& module) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using bench::PoolProbe;
+  py::class_<PoolProbe>(module, "PoolProbe", "A pool of its own and what it costs; profiling/bench/pool_probe.h.")
+      .def(py::init([](int threads, const std::string& source) {
+             return std::make_unique<PoolProbe>(threads, SourceNamed(source));
+           }),
+           py::arg("threads"), py::arg("source"))
+      .def("empty_jobs", &PoolProbe::EmptyJobs, py::arg("count"), Unlocked())
+      .def("wakes", &PoolProbe::Wakes, py::arg("count"), py::arg("pause_seconds"), Unlocked())
+      .def("edges", &PoolProbe::Edges, py::arg("count"), py::arg("length"), Unlocked())
+      .def("small_tasks", &PoolProbe::SmallTasks, py::arg("count"), py::arg("tasks"), py::arg("task_us"), Unlocked())
+      .def("steals", &PoolProbe::Steals, py::arg("count"), Unlocked());
+  module.def("empty_openmp_regions", &bench::EmptyOpenMpRegions, py::arg("count"), py::arg("threads"), Unlocked());
+}
+
+MatrixView MatrixOf(const py::object& tensor, const char* name, DType dtype) {
+  const char* type = dtype == DType::kFloat32 ? "float32" : "bfloat16";
+  const TensorView view = ViewOf(tensor, {name}, type);
+  if (view.rank != 2 || view.dtype != dtype) {
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(view.rank) + " dimensions of " +
+                                std::to_string(SizeOf(view.dtype)) + " bytes, expected two of " + type);
+  }
+  return {view.data, view.dtype, view.shape[0], view.shape[1], view.stride[0], view.stride[1]};
+}
+
+bench::GemmProbe::Form FormNamed(const std::string& form) {
+  using Form = bench::GemmProbe::Form;
+  if (form == "direct") return Form::kDirect;
+  if (form == "unpack") return Form::kUnpack;
+  if (form == "gradient") return Form::kGradient;
+  throw std::invalid_argument("form is \"" + form + "\"; expected \"direct\", \"unpack\" or \"gradient\"");
+}
+
+std::unique_ptr<bench::GemmProbe> MakeGemmProbe(std::size_t tier, const std::string& form, const py::object& activations,
+                                                const py::object& weights, int copies) {
+  if (tier >= KernelTiers().size() || !KernelTiers()[tier]->runs_here()) {
+    throw std::invalid_argument("tier is " + std::to_string(tier) + ", expected one of kernel_tiers() that runs here");
+  }
+  return std::make_unique<bench::GemmProbe>(*KernelTiers()[tier], FormNamed(form),
+                                            MatrixOf(activations, "activations", DType::kBFloat16),
+                                            MatrixOf(weights, "weights", DType::kBFloat16), copies);
+}
+
+void RegisterGemmProbe(py::module_& module) {
+  module.def(
+      "kernel_tiers",
+      [] {
+        py::list tiers;
+        for (const KernelTier* tier : KernelTiers()) tiers.append(py::make_tuple(tier->name, tier->runs_here()));
+        return tiers;
+      },
+      "(name, runs here) of every tier of kernels, best first.");
+  py::class_<bench::GemmProbe>(module, "GemmProbe", "One call of a GEMM kernel; profiling/bench/gemm_probe.h.")
+      .def(py::init(&MakeGemmProbe), py::arg("tier"), py::arg("form"), py::arg("activations"), py::arg("weights"),
+           py::arg("copies") = 1)
+      .def("measure", &bench::GemmProbe::Measure, py::arg("count"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "result",
+          [](const bench::GemmProbe& self, const py::object& out) { self.Result(MatrixOf(out, "out", DType::kFloat32)); },
+          py::arg("out"));
+}
+
 }  // namespace
 
 void RegisterBench(py::module_& module) {
@@ -90,6 +164,8 @@ void RegisterBench(py::module_& module) {
       .def("measure", &bench::ReadProbe::Measure, py::arg("seconds"), Unlocked(), "GB/s.")
       .def_property_readonly("bytes", &bench::ReadProbe::bytes)
       .def_property_readonly("method", &bench::ReadProbe::method);
+  RegisterPoolProbe(module);
+  RegisterGemmProbe(module);
 }
 
 }  // namespace moesaic::bindings

@@ -11,10 +11,10 @@
 #include <new>
 #include <set>
 #include <stdexcept>
-#include <thread>
 
 #include "cpu_kernels/isa.h"
 #include "profiling/bench/probes.h"
+#include "profiling/bench/start_barrier.h"
 
 namespace moesaic::bench {
 namespace {
@@ -69,29 +69,6 @@ void CheckSeconds(double seconds) {
     throw std::invalid_argument("seconds is " + std::to_string(seconds) + ", expected a time in (0, 60]");
   }
 }
-
-// Lets `count` threads go at the same moment.
-class StartBarrier {
- public:
-  explicit StartBarrier(int count) : count_(count) {}
-
-  // Throws std::runtime_error where the others do not come: a pool that runs fewer workers than it has would wait for ever.
-  void Wait() {
-    arrived_.fetch_add(1);
-    const Clock::time_point start = Clock::now();
-    while (arrived_.load(std::memory_order_acquire) < count_) {
-      std::this_thread::yield();
-      if (SecondsSince(start) > 10.0) {
-        throw std::runtime_error("only " + std::to_string(arrived_.load()) + " of the pool's " + std::to_string(count_) +
-                                 " threads run at the same time");
-      }
-    }
-  }
-
- private:
-  const int count_;
-  std::atomic<int> arrived_{0};
-};
 
 // body(worker) once on each worker of the pool, all at the same time; null: on the calling thread, as worker 0.
 template <typename Body>

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from moesaic.commands import gemm_bench, options, pool_bench
 from moesaic.commands.output import Tables, UsageError, format_bytes, print_json, stdout_for_json
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 WEIGHT_FORMATS = ("bf16",)
 
-_MOST_THREADS = 4096  # what a pool takes
 _DEFAULT_RANK = 16
 _DEFAULT_TOKENS = 128
 _DEFAULT_WARMUP = 3
@@ -42,6 +41,8 @@ def add_parser(commands: Any) -> None:
     layer = benches.add_parser("layer", help="one experts layer, forward and backward", description=_LAYER_DESCRIPTION)
     _add_layer_options(layer)
     layer.set_defaults(run=run_layer)
+    gemm_bench.add_parser(benches)
+    pool_bench.add_parser(benches)
 
 
 def _add_layer_options(parser: argparse.ArgumentParser) -> None:
@@ -49,29 +50,32 @@ def _add_layer_options(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--preset", metavar="NAME", help="a known layer; options beside it override its values (a wrong name lists all)"
     )
-    shape.add_argument("--experts", type=_positive, metavar="E")
-    shape.add_argument("--hidden", type=_positive, metavar="H")
-    shape.add_argument("--intermediate", type=_positive, metavar="I")
-    shape.add_argument("--top-k", type=_positive, metavar="K")
-    shape.add_argument("--rank", type=_rank, metavar="R", help=f"0: without LoRA (default {_DEFAULT_RANK})")
+    shape.add_argument("--experts", type=options.positive, metavar="E")
+    shape.add_argument("--hidden", type=options.positive, metavar="H")
+    shape.add_argument("--intermediate", type=options.positive, metavar="I")
+    shape.add_argument("--top-k", type=options.positive, metavar="K")
+    shape.add_argument("--rank", type=options.rank, metavar="R", help=f"0: without LoRA (default {_DEFAULT_RANK})")
     shape.add_argument("--weight-format", choices=WEIGHT_FORMATS, default="bf16", metavar="F", help="bf16 (default)")
     batch = parser.add_argument_group("batch")
     batch.add_argument(
-        "--tokens", type=_tokens, metavar="T[,T...]", help=f"one case for each number (default {_DEFAULT_TOKENS})"
+        "--tokens",
+        type=options.several(options.positive),
+        metavar="T[,T...]",
+        help=f"one case for each number (default {_DEFAULT_TOKENS})",
     )
     batch.add_argument(
         "--routing", default="uniform", metavar="uniform|zipf|concentrated:N", help="how tokens choose experts"
     )
     batch.add_argument("--save", choices=("yes", "no"), default="yes", help="no: forward alone, under no_grad")
     batch.add_argument(
-        "--seed", type=_non_negative, default=0, metavar="S", help="of weights, inputs and routing (default 0)"
+        "--seed", type=options.non_negative, default=0, metavar="S", help="of weights, inputs and routing (default 0)"
     )
     how = parser.add_argument_group("measurement")
-    how.add_argument("--threads", type=_threads, metavar="N", help="default: as the engine chooses")
+    how.add_argument("--threads", type=options.threads, metavar="N", help="default: as the engine chooses")
     how.add_argument(
-        "--warmup", type=_non_negative, metavar="W", help=f"calls before timing (default {_DEFAULT_WARMUP})"
+        "--warmup", type=options.non_negative, metavar="W", help=f"calls before timing (default {_DEFAULT_WARMUP})"
     )
-    how.add_argument("--reps", type=_positive, metavar="R", help=f"timed repetitions (default {_DEFAULT_REPS})")
+    how.add_argument("--reps", type=options.positive, metavar="R", help=f"timed repetitions (default {_DEFAULT_REPS})")
     how.add_argument(
         "--peers",
         metavar="NAME[,NAME...]",
@@ -79,7 +83,7 @@ def _add_layer_options(parser: argparse.ArgumentParser) -> None:
         help="torch (both of the following), torch_loop, torch_grouped_mm",
     )
     how.add_argument("--verify", action="store_true", help=_VERIFY_HELP)
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else there")
+    options.add_json(parser)
 
 
 def run_layer(args: argparse.Namespace) -> int:
@@ -93,7 +97,7 @@ def run_layer(args: argparse.Namespace) -> int:
 
     plan = layer_plan(args)
     with stdout_for_json(args.json):
-        document = layer_bench.run(plan, _progress())
+        document = layer_bench.run(plan, options.progress())
         failures = layer_bench.failures(document)
     if args.json:
         print_json(document)
@@ -177,41 +181,6 @@ def _peers(text: str) -> list[str]:
     if "torch_grouped_mm" in names and not grouped_mm_available():
         raise UsageError(f"argument --peers: PyTorch {torch.__version__} has no grouped_mm for CPUs; torch_loop runs")
     return names
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive whole number")
-    return int(text)
-
-
-def _non_negative(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**31:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number")
-    return int(text)
-
-
-def _rank(text: str) -> int:
-    if not text.isdecimal() or int(text) > 256:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a rank from 0 to 256")
-    return int(text)
-
-
-def _threads(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_THREADS:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of threads from 1 to {_MOST_THREADS}")
-    return int(text)
-
-
-def _tokens(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
-
-
-def _progress() -> Callable[[str], None]:
-    """One line on stderr that rewrites itself; silent where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        return lambda text: None
-    return lambda text: print(f"\r\033[K{text}\r", end="", file=sys.stderr, flush=True)
 
 
 def _show_layer(document: dict[str, Any]) -> None:

@@ -1,0 +1,54 @@
+"""Types of command-line options that several commands take."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+MOST_THREADS = 4096  # what a pool takes
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive whole number")
+    return int(text)
+
+
+def non_negative(text: str) -> int:
+    """A whole number from 0 on."""
+    if not text.isdecimal() or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number")
+    return int(text)
+
+
+def rank(text: str) -> int:
+    """A LoRA rank; 0: without."""
+    if not text.isdecimal() or int(text) > 256:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a rank from 0 to 256")
+    return int(text)
+
+
+def threads(text: str) -> int:
+    """A number of threads."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of threads from 1 to {MOST_THREADS}")
+    return int(text)
+
+
+def several(of: Callable[[str], int]) -> Callable[[str], list[int]]:
+    """Values of one type with commas between them."""
+    return lambda text: [of(part) for part in text.split(",")]
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option that every command has."""
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else there")
+
+
+def progress() -> Callable[[str], None]:
+    """One line on stderr that rewrites itself; silent where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        return lambda text: None
+    return lambda text: print(f"\r\033[K{text}\r", end="", file=sys.stderr, flush=True)
