@@ -82,6 +82,8 @@ void Pass::Allocate(std::int64_t job_bytes) {
   job_slots_ =
       std::clamp<std::int64_t>(JobBudget(threads) / std::max<std::int64_t>(job_bytes_, 1), 1, std::max<std::int64_t>(count, 1));
   workspace->jobs.Ensure(job_slots_ * job_bytes_);
+  free_slots_ = std::make_unique<SlotPool>(job_slots_, threads);
+  slot_of_job_.resize(jobs.size());
   if (lora.any()) BindLora();
   BlockingQuery query;
   query.jobs = count;
@@ -112,7 +114,17 @@ void Pass::BindLora() {
 }
 
 void* Pass::JobMemory(std::int64_t job) const {
-  return static_cast<char*>(workspace->jobs.data()) + job % job_slots_ * job_bytes_;
+  return static_cast<char*>(workspace->jobs.data()) + slot_of_job_[static_cast<std::size_t>(job)] * job_bytes_;
+}
+
+void Pass::BeginJob(void* pass, std::int64_t job, int worker) {
+  Pass& self = *static_cast<Pass*>(pass);
+  self.slot_of_job_[static_cast<std::size_t>(job)] = self.free_slots_->Take(worker);
+}
+
+void Pass::EndJob(void* pass, std::int64_t job, int worker) {
+  Pass& self = *static_cast<Pass*>(pass);
+  self.free_slots_->Free(self.slot_of_job_[static_cast<std::size_t>(job)], worker);
 }
 
 void Pass::PackSplit(float* values, std::int64_t rows, std::int64_t columns, std::int64_t ld, TileKind kind,
@@ -230,12 +242,11 @@ TaskId Pass::AddJobs(void* context, std::span<const Stage> stages) {
     }
     std::vector<TaskId> ends;
     for (std::int64_t job = group.first_job; job < group.first_job + group.jobs; ++job) {
-      TaskId start = packed;
-      if (job >= job_slots_) {
-        const TaskId memory_free = job_ends[job - job_slots_];
-        start = packed < 0 ? memory_free : Join(std::array{packed, memory_free});
-      }
-      job_ends[job] = Join(AddJob(context, job, stages, start, sums));
+      const TaskId begin = graph.Add(BeginJob, this, job);
+      if (packed >= 0) graph.AddEdge(packed, begin);
+      if (job >= job_slots_) graph.AddEdge(job_ends[job - job_slots_], begin);
+      job_ends[job] = graph.Add(EndJob, this, job);
+      for (TaskId task : AddJob(context, job, stages, begin, sums)) graph.AddEdge(task, job_ends[job]);
       ends.push_back(job_ends[job]);
     }
     if (write) {

@@ -4,11 +4,13 @@
 // (each split over I or H where there are few jobs), and at the end, over blocks of tokens, the merge. A worker that ends one
 // stage goes on with the next of the same job, whose activations are in its cache.
 //
-// Activations of a job and adapters of a group live in rings of slots: a job's first stage waits for the job whose slot it
-// takes. That bounds memory whatever the number of tokens.
+// There are slots for the activations of so many jobs, and for the adapters of so many groups: a job waits for the end of the
+// one that many jobs before it, and then takes the slot that its worker freed last, which is still in that core's caches. That
+// bounds memory whatever the number of tokens.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -105,7 +107,7 @@ class Pass {
   /// Lays out the rings and chooses the blocking. @param job_bytes  activations of one job with most_rows rows
   void Allocate(std::int64_t job_bytes);
 
-  void* JobMemory(std::int64_t job) const;
+  void* JobMemory(std::int64_t job) const;  ///< between the begin and the end of the job
   const ExpertLora& LoraOf(const Job& job) const { return expert_lora_[static_cast<std::size_t>(job.expert)]; }
 
   /// Adds the tasks of the whole call but the merge, and returns one that ends after all of them. `context` is what the stages'
@@ -131,12 +133,16 @@ class Pass {
                              std::vector<TaskId>& sums);
   /// The phase that packing adapters and writing their gradients counts for.
   Phase LoraPhase(LoraMatrix m) const;
+  static void BeginJob(void* pass, std::int64_t job, int worker);
+  static void EndJob(void* pass, std::int64_t job, int worker);
   static void PackTask(void* pass, std::int64_t index, int worker);
   static void WriteTask(void* pass, std::int64_t index, int worker);
 
   Phase direction_;
   std::int64_t job_bytes_ = 0;
   std::int64_t job_slots_ = 1;
+  std::unique_ptr<SlotPool> free_slots_;
+  std::vector<std::int64_t> slot_of_job_;
   std::int64_t lora_group_ = 1;  ///< experts of a group
   std::int64_t group_slots_ = 1;
   std::vector<ExpertLora> expert_lora_;  ///< by expert; empty entries for those without rows

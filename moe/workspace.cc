@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -49,6 +50,28 @@ WorkspaceLease::~WorkspaceLease() {
   Store& store = GetStore();
   const std::lock_guard lock(store.mutex);
   if (store.free.size() < kMostStored) store.free.push_back(std::move(workspace_));
+}
+
+SlotPool::SlotPool(std::int64_t slots, int workers) : last_(static_cast<std::size_t>(workers), -1) {
+  for (std::int64_t slot = slots - 1; slot >= 0; --slot) free_.push_back(slot);
+}
+
+std::int64_t SlotPool::Take(int worker) {
+  const std::lock_guard lock(mutex_);
+  std::int64_t slot = std::exchange(last_[static_cast<std::size_t>(worker)], -1);
+  if (slot >= 0) return slot;
+  if (!free_.empty()) {
+    slot = free_.back();
+    free_.pop_back();
+    return slot;
+  }
+  return std::exchange(*std::find_if(last_.begin(), last_.end(), [](std::int64_t other) { return other >= 0; }), -1);
+}
+
+void SlotPool::Free(std::int64_t slot, int worker) {
+  const std::lock_guard lock(mutex_);
+  const std::int64_t before = std::exchange(last_[static_cast<std::size_t>(worker)], slot);
+  if (before >= 0) free_.push_back(before);
 }
 
 void* ThreadScratch(std::int64_t bytes) {

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <vector>
 
 #include "cpu_kernels/aligned_buffer.h"
 
@@ -30,6 +32,20 @@ class WorkspaceLease {
 
  private:
   std::unique_ptr<Workspace> workspace_;
+};
+
+/// Which of some equal pieces of memory are free. A worker gets back the piece that it freed last. Thread safe.
+class SlotPool {
+ public:
+  SlotPool(std::int64_t slots, int workers);
+  /// One must be free.
+  std::int64_t Take(int worker);
+  void Free(std::int64_t slot, int worker);
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::int64_t> free_;
+  std::vector<std::int64_t> last_;  ///< by worker; -1: none
 };
 
 /// At least `bytes` of memory of the calling thread's own, 64-byte aligned, valid until its next call. Throws std::bad_alloc.

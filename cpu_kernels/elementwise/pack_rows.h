@@ -57,11 +57,12 @@ MOESAIC_INLINE void PermuteTileRow(const BFloat16* in, BFloat16* out) {
   std::memcpy(out, to, sizeof(to));
 }
 
-/// Rows are gathered from all over the tensor, sixteen at a time: too many places for the hardware to run ahead in.
+/// Rows are gathered from all over the tensor, sixteen at a time: too many places for the hardware to run ahead in. This many
+/// tiles, in the order in which they are filled.
 inline constexpr std::int64_t kPrefetchTiles = 8;
 
 MOESAIC_INLINE void Prefetch(const PackRowsArgs& args, std::int64_t row, std::int64_t column) {
-  if (args.rows[row] == nullptr || column >= args.columns) return;
+  if (row >= args.count || args.rows[row] == nullptr || column >= args.columns) return;
   const std::int64_t size = args.dtype == DType::kFloat32 ? 4 : 2;
   const char* line = static_cast<const char*>(args.rows[row]) + column * size;
   __builtin_prefetch(line);
@@ -74,11 +75,13 @@ inline void PackRows(const PackRowsArgs& args) {
     for (std::int64_t k = args.first_column; k < args.first_column + args.tile_columns; ++k) {
       alignas(64) BFloat16 rows[kTileElements];
       alignas(64) BFloat16 permuted[kTileElements];
+      const std::int64_t ahead = k - args.first_column + kPrefetchTiles;
       for (std::int64_t i = 0; i < kPanelRows; ++i) {
         const std::int64_t row = panel * kPanelRows + i;
         if (row < args.count) {
           LoadTileRow(args, row, k * kTileColumns, rows + i * kTileColumns);
-          Prefetch(args, row, (k + kPrefetchTiles) * kTileColumns);
+          Prefetch(args, row + ahead / args.tile_columns * kPanelRows,
+                   (args.first_column + ahead % args.tile_columns) * kTileColumns);
         } else {
           std::memset(rows + i * kTileColumns, 0, kTileColumns * sizeof(BFloat16));
         }

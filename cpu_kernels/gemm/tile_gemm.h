@@ -117,12 +117,16 @@ struct DirectRuns {
 
 template <class Cell>
 void DirectGroup(const DirectGemmArgs& args, DirectRuns& group, int na, float* c, bool accumulate, Prefetcher& prefetcher) {
+  for (int r = 0; r < group.count; ++r) {
+    for (int b = 0; b < Cell::kMaxB; ++b) group.runs[r].b[b] = group.activations[r]->Tile(b, group.column[r]);
+  }
   for (std::int64_t t = 0; t < args.activation_panels; t += Cell::kMaxB) {
     const int nb = Least(Cell::kMaxB, args.activation_panels - t);
-    for (int r = 0; r < group.count; ++r) {
-      for (int b = 0; b < nb; ++b) group.runs[r].b[b] = group.activations[r]->Tile(t + b, group.column[r]);
-    }
     Compute<Cell>(na, nb, group.runs, group.count, c + t * kPanelRows, args.ldc, accumulate, prefetcher);
+    // The panels of a column of activations follow each other.
+    for (int r = 0; r < group.count; ++r) {
+      for (int b = 0; b < Cell::kMaxB; ++b) group.runs[r].b[b] += Cell::kMaxB * kTileElements;
+    }
   }
 }
 
@@ -181,7 +185,7 @@ struct NothingAside {
 class ColumnUnpacker {
  public:
   static constexpr int kUnits = 4;  ///< of a tile
-  static constexpr std::int64_t kAhead = 1;
+  static constexpr std::int64_t kAhead = 2;
 
   /// @param column  of the weights; at or beyond `end` there is nothing to do
   ColumnUnpacker(const UnpackGemmArgs& args, std::int64_t column, std::int64_t end, std::int64_t depth, std::int64_t steps,
