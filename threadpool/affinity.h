@@ -5,14 +5,16 @@
 
 #include <algorithm>
 #include <memory>
+#include <new>
 #include <vector>
 
 namespace moesaic::threadpool {
 
 class CpuSet {
  public:
-  /// Room for CPUs 0 .. capacity - 1, all absent.
+  /// Room for CPUs 0 .. capacity - 1, all absent. Throws std::bad_alloc.
   explicit CpuSet(int capacity) : bytes_(CPU_ALLOC_SIZE(capacity)), set_(CPU_ALLOC(capacity)) {
+    if (set_ == nullptr) throw std::bad_alloc();
     CPU_ZERO_S(bytes_, set_.get());
   }
   explicit CpuSet(const std::vector<int>& cpus) : CpuSet(cpus.empty() ? 1 : *std::max_element(cpus.begin(), cpus.end()) + 1) {

@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <new>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -41,9 +42,11 @@ OwnThreads::OwnThreads(Executor& executor, const Topology& topology) : executor_
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error == 0) return;
-  const std::string reached = std::to_string(threads_.size() + 1) + " of " + std::to_string(lanes - 1);
-  End();
-  throw std::system_error(error, std::generic_category(), "cannot start thread " + reached + " of the pool");
+  const std::size_t started = threads_.size();
+  End();  // first: making the message may throw too
+  throw std::system_error(
+      error, std::generic_category(),
+      "cannot start thread " + std::to_string(started + 1) + " of " + std::to_string(lanes - 1) + " of the pool");
 }
 
 OwnThreads::~OwnThreads() { End(); }
@@ -61,10 +64,12 @@ void* OwnThreads::Main(void* argument) {
 }
 
 // A thread that is not pinned may run wherever the process may: it must not inherit the binding of the thread that happened to
-// start it. A refusal (a container may forbid it) costs speed only.
-bool OwnThreads::Pin(int lane) {
+// start it. A refusal (a container may forbid it), or no memory for the set, costs speed only.
+void OwnThreads::Pin(int lane) noexcept try {
+  if (!topology_.is_host) return;
   const CpuSet cpus(places_.empty() ? topology_.affinity : std::vector<int>{places_[lane].os_index});
-  return topology_.is_host && pthread_setaffinity_np(threads_[lane - 1], cpus.bytes(), cpus.get()) == 0;
+  pthread_setaffinity_np(threads_[lane - 1], cpus.bytes(), cpus.get());
+} catch (const std::bad_alloc&) {
 }
 
 void OwnThreads::MakeRoomForCaller() {

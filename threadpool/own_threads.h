@@ -34,7 +34,7 @@ class OwnThreads {
   };
   static void* Main(void* start);
   void End();
-  bool Pin(int lane);
+  void Pin(int lane) noexcept;
 
   Executor& executor_;
   const Topology& topology_;
