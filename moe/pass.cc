@@ -242,7 +242,8 @@ TaskId Pass::AddJobs(void* context, std::span<const Stage> stages) {
     }
     std::vector<TaskId> ends;
     for (std::int64_t job = group.first_job; job < group.first_job + group.jobs; ++job) {
-      const TaskId begin = graph.Add(BeginJob, this, job);
+      // In turn: the last jobs are cut finer, and must be the last to begin.
+      const TaskId begin = graph.Add(BeginJob, this, job, TaskGraph::Start::kInTurn);
       if (packed >= 0) graph.AddEdge(packed, begin);
       if (job >= job_slots_) graph.AddEdge(job_ends[job - job_slots_], begin);
       job_ends[job] = graph.Add(EndJob, this, job);

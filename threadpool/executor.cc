@@ -28,17 +28,17 @@ void Executor::Start(bool helpers_stay) {
   // Several indices of a range at once: fewer trips to the shared counter; at most 1/16 of a lane's share, for balance.
   chunk_ = job_.is_range() ? std::clamp<std::int64_t>(roots / (16 * lanes()), 1, 64) : 1;
 
-  const std::int64_t used = overflow_end_.load(std::memory_order_relaxed);
+  const std::int64_t used = queue_end_.load(std::memory_order_relaxed);
   const std::int64_t needed = job_.size() - roots;
-  if (needed > Deque::kCapacity && overflow_capacity_ < needed) {
-    overflow_ = std::make_unique<std::atomic<TaskId>[]>(needed);
-    overflow_capacity_ = needed;
-    for (std::int64_t i = 0; i < needed; ++i) overflow_[i].store(Deque::kNone, std::memory_order_relaxed);
+  if ((needed > Deque::kCapacity || job_.any_in_turn()) && queue_capacity_ < needed) {
+    queue_ = std::make_unique<std::atomic<TaskId>[]>(needed);
+    queue_capacity_ = needed;
+    for (std::int64_t i = 0; i < needed; ++i) queue_[i].store(Deque::kNone, std::memory_order_relaxed);
   } else {
-    for (std::int64_t i = 0; i < used; ++i) overflow_[i].store(Deque::kNone, std::memory_order_relaxed);
+    for (std::int64_t i = 0; i < used; ++i) queue_[i].store(Deque::kNone, std::memory_order_relaxed);
   }
-  overflow_end_.store(0, std::memory_order_relaxed);
-  overflow_begin_.store(0, std::memory_order_relaxed);
+  queue_end_.store(0, std::memory_order_relaxed);
+  queue_begin_.store(0, std::memory_order_relaxed);
 
   remaining_.store(job_.size(), std::memory_order_relaxed);
   end_root_.store(0, std::memory_order_relaxed);
@@ -143,7 +143,7 @@ TaskId Executor::NextTask(int index) {
     const std::int64_t i = next_root_.fetch_add(1, std::memory_order_seq_cst);
     if (i < roots) return job_.root(i);
   }
-  task = PopOverflow();
+  task = PopQueue();
   if (task != Deque::kNone) return task;
   ReportEnded(lane);
   return Steal(index);
@@ -176,7 +176,10 @@ TaskId Executor::Execute(int index, TaskId task, int worker) {
   TaskId next = Deque::kNone;
   std::int64_t pushed = 0;
   job_.End(task, [&](TaskId successor) {
-    if (next == Deque::kNone) {
+    if (job_.in_turn(successor)) {
+      PushQueue(successor);
+      ++pushed;
+    } else if (next == Deque::kNone) {
       next = successor;
     } else {
       Push(lane, successor);
@@ -188,17 +191,20 @@ TaskId Executor::Execute(int index, TaskId task, int worker) {
 }
 
 void Executor::Push(Lane& lane, TaskId task) {
-  if (lane.deque.Push(task)) return;
-  const std::int64_t slot = overflow_end_.fetch_add(1, std::memory_order_seq_cst);
-  overflow_[slot].store(task, std::memory_order_release);
+  if (!lane.deque.Push(task)) PushQueue(task);
 }
 
-TaskId Executor::PopOverflow() {
-  std::int64_t begin = overflow_begin_.load(std::memory_order_relaxed);
-  while (begin < overflow_end_.load(std::memory_order_acquire)) {
-    const TaskId task = overflow_[begin].load(std::memory_order_acquire);
+void Executor::PushQueue(TaskId task) {
+  const std::int64_t slot = queue_end_.fetch_add(1, std::memory_order_seq_cst);
+  queue_[slot].store(task, std::memory_order_release);
+}
+
+TaskId Executor::PopQueue() {
+  std::int64_t begin = queue_begin_.load(std::memory_order_relaxed);
+  while (begin < queue_end_.load(std::memory_order_acquire)) {
+    const TaskId task = queue_[begin].load(std::memory_order_acquire);
     if (task == Deque::kNone) break;  // its slot is taken but not yet written
-    if (overflow_begin_.compare_exchange_weak(begin, begin + 1, std::memory_order_seq_cst)) return task;
+    if (queue_begin_.compare_exchange_weak(begin, begin + 1, std::memory_order_seq_cst)) return task;
   }
   return Deque::kNone;
 }
@@ -217,7 +223,7 @@ void Executor::ReportEnded(Lane& lane) {
 // work. All four are sequentially consistent, so that no work is left lying with everyone asleep.
 bool Executor::HasWork() const {
   if (next_root_.load(std::memory_order_seq_cst) < end_root_.load(std::memory_order_seq_cst)) return true;
-  if (overflow_begin_.load(std::memory_order_seq_cst) < overflow_end_.load(std::memory_order_seq_cst)) return true;
+  if (queue_begin_.load(std::memory_order_seq_cst) < queue_end_.load(std::memory_order_seq_cst)) return true;
   return std::any_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return !lane.deque.empty(); });
 }
 

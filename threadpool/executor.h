@@ -32,7 +32,8 @@ class WorkerFrame {
 };
 
 /// A lane looks for work in this order: the successor that its last task made ready, its own deque (newest first), the tasks
-/// without predecessors (in order of addition), the overflow of full deques, the deques of lanes on its NUMA node, all others.
+/// without predecessors (in order of addition), the shared queue (tasks that start in turn, and the overflow of full deques),
+/// the deques of lanes on its NUMA node, all others.
 ///
 /// Two ways to take part in a run:
 /// - RunUntilDone(): the caller (lane 0), and every thread of an OpenMP region. Returns when all tasks have ended.
@@ -84,7 +85,8 @@ class Executor {
   TaskId Steal(int lane);
   TaskId Execute(int lane, TaskId task, int worker);
   void Push(Lane& lane, TaskId task);
-  TaskId PopOverflow();
+  void PushQueue(TaskId task);
+  TaskId PopQueue();
   void ReportEnded(Lane& lane);
   bool Done() const { return remaining_.load(std::memory_order_seq_cst) == 0; }
   bool HasWork() const;
@@ -102,16 +104,16 @@ class Executor {
   Job job_;
   std::int64_t chunk_ = 1;
   bool helpers_stay_ = false;
-  std::unique_ptr<std::atomic<TaskId>[]> overflow_;  // each task is pushed at most once, so that this is never full
-  std::int64_t overflow_capacity_ = 0;
+  std::unique_ptr<std::atomic<TaskId>[]> queue_;  // each task is pushed at most once, so that this is never full
+  std::int64_t queue_capacity_ = 0;
 
   alignas(64) std::atomic<std::int64_t> next_root_{0};
   alignas(64) std::atomic<std::int64_t> end_root_{0};
   std::atomic<std::uint32_t> open_{0};
   std::atomic<bool> stop_{false};
   alignas(64) std::atomic<std::int64_t> remaining_{0};
-  alignas(64) std::atomic<std::int64_t> overflow_begin_{0};
-  std::atomic<std::int64_t> overflow_end_{0};
+  alignas(64) std::atomic<std::int64_t> queue_begin_{0};
+  std::atomic<std::int64_t> queue_end_{0};
   alignas(64) std::atomic<int> num_parked_{0};
   std::atomic<int> num_searching_{0};
 };

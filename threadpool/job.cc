@@ -11,6 +11,7 @@ void Job::Prepare(const TaskGraph& graph) {
   nodes_ = graph.nodes_.data();
   size_ = graph.size();
   every_task_is_root_ = graph.edges_.empty();
+  any_in_turn_ = graph.any_in_turn_;
   num_roots_ = size_;
   if (every_task_is_root_) return;
 
@@ -47,6 +48,7 @@ void Job::Prepare(std::int64_t count, TaskFunction function, void* context) {
   context_ = context;
   size_ = num_roots_ = count;
   every_task_is_root_ = true;
+  any_in_turn_ = false;
 }
 
 void Job::CheckAcyclic() {

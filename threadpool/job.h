@@ -21,6 +21,10 @@ class Job {
   /// function(context, i, worker) for i in [0, count).
   void Prepare(std::int64_t count, TaskFunction function, void* context);
 
+  /// Tasks that queue up when they become ready (TaskGraph::Start::kInTurn).
+  bool any_in_turn() const { return any_in_turn_; }
+  bool in_turn(TaskId task) const { return nodes_[task].start == TaskGraph::Start::kInTurn; }
+
   bool is_range() const { return nodes_ == nullptr; }
   std::int64_t size() const { return size_; }
 
@@ -58,6 +62,7 @@ class Job {
   std::int64_t size_ = 0;
   std::int64_t num_roots_ = 0;
   bool every_task_is_root_ = true;
+  bool any_in_turn_ = false;
 
   std::vector<TaskId> roots_;
   std::vector<std::int32_t> first_successor_;  // [size + 1], into successors_

@@ -22,7 +22,12 @@ using TaskId = std::int32_t;
 /// still in that core's cache), the others can be stolen.
 class TaskGraph {
  public:
-  TaskId Add(TaskFunction function, void* context, std::int64_t index);
+  enum class Start {
+    kNext,    ///< on the worker that made it ready, before anything else, unless it is stolen
+    kInTurn,  ///< new work: once it is ready it queues up, and workers that have nothing to go on with take the oldest first
+  };
+
+  TaskId Add(TaskFunction function, void* context, std::int64_t index, Start start = Start::kNext);
 
   /// `after` starts once `before` has ended, and sees all that it wrote. Throws std::invalid_argument on an unknown id or
   /// before == after. A cycle is reported by Pool::Run (std::invalid_argument), before any task starts.
@@ -38,6 +43,7 @@ class TaskGraph {
     void* context;
     std::int64_t index;
     std::int32_t predecessors;
+    Start start;
   };
   struct Edge {
     TaskId before;
@@ -45,6 +51,7 @@ class TaskGraph {
   };
   std::vector<Node> nodes_;
   std::vector<Edge> edges_;
+  bool any_in_turn_ = false;
 };
 
 /// Where the threads of a pool come from.

@@ -6,12 +6,13 @@
 
 namespace moesaic::threadpool {
 
-TaskId TaskGraph::Add(TaskFunction function, void* context, std::int64_t index) {
+TaskId TaskGraph::Add(TaskFunction function, void* context, std::int64_t index, Start start) {
   if (function == nullptr) throw std::invalid_argument("function: null, expected a function");
   if (nodes_.size() >= static_cast<std::size_t>(std::numeric_limits<TaskId>::max())) {
     throw std::length_error("TaskGraph: more than 2^31 - 1 tasks");
   }
-  nodes_.push_back({function, context, index, 0});
+  nodes_.push_back({function, context, index, 0, start});
+  any_in_turn_ |= start == Start::kInTurn;
   return static_cast<TaskId>(nodes_.size() - 1);
 }
 
@@ -37,6 +38,7 @@ void TaskGraph::AddEdge(TaskId before, TaskId after) {
 
 void TaskGraph::Clear() {
   nodes_.clear();
+  any_in_turn_ = false;
   edges_.clear();
 }
 

@@ -19,8 +19,11 @@ namespace {
 /// are the point: under ThreadSanitizer a missing ordering between two tasks is a reported race.
 class CheckedGraph {
  public:
-  explicit CheckedGraph(int tasks) : ended_(tasks), predecessors_(tasks), worker_of_(tasks, -1) {
-    for (int i = 0; i < tasks; ++i) graph_.Add(&CheckedGraph::Task, this, i);
+  explicit CheckedGraph(int tasks, bool some_in_turn = false) : ended_(tasks), predecessors_(tasks), worker_of_(tasks, -1) {
+    for (int i = 0; i < tasks; ++i) {
+      graph_.Add(&CheckedGraph::Task, this, i,
+                 some_in_turn && i % 5 == 3 ? TaskGraph::Start::kInTurn : TaskGraph::Start::kNext);
+    }
   }
 
   void Edge(int before, int after) {
@@ -87,7 +90,7 @@ TEST_P(Graph, RandomGraphsOnManyThreadCounts) {
     Pool pool(threads, GetParam());
     for (int round = 0; round < 60; ++round) {
       const int tasks = 1 + static_cast<int>(random() % 300);
-      CheckedGraph graph(tasks);
+      CheckedGraph graph(tasks, round % 2 == 1);
       AddRandomEdges(graph, tasks, static_cast<int>(random() % (3 * tasks)), random);
       for (int again = 0; again < 3; ++again) graph.Run(pool);
     }
@@ -98,7 +101,7 @@ TEST_P(Graph, FanOutBeyondTheDeque) {
   for (const int threads : {1, 4}) {
     Pool pool(threads, GetParam());
     constexpr int kWide = 3000;
-    CheckedGraph graph(2 * kWide + 3);
+    CheckedGraph graph(2 * kWide + 3, threads == 4);
     // first -> kWide -> middle -> kWide -> last
     for (int i = 0; i < kWide; ++i) {
       graph.Edge(0, 3 + i);
@@ -145,6 +148,29 @@ TEST_P(Graph, TasksWithoutPredecessorsStartInOrder) {
       EXPECT_TRUE(std::is_sorted(mine.begin(), mine.end()));
     }
     EXPECT_EQ(total, 2000u);
+  }
+}
+
+// Ten pieces of work of two steps each, that all wait for one task: one worker takes them in order, each to its end.
+TEST_P(Graph, NewWorkStartsInTurn) {
+  Pool pool(1, GetParam());
+  std::vector<std::int64_t> order;
+  const auto note = [](void* context, std::int64_t index, int) {
+    static_cast<std::vector<std::int64_t>*>(context)->push_back(index);
+  };
+  TaskGraph graph;
+  const TaskId first = graph.Add(note, &order, -1);
+  std::vector<std::int64_t> expected = {-1};
+  for (int i = 0; i < 10; ++i) {
+    const TaskId begin = graph.Add(note, &order, 2 * i, TaskGraph::Start::kInTurn);
+    graph.AddEdge(first, begin);
+    graph.AddEdge(begin, graph.Add(note, &order, 2 * i + 1));
+    expected.insert(expected.end(), {2 * i, 2 * i + 1});
+  }
+  for (int again = 0; again < 2; ++again) {
+    order.clear();
+    pool.Run(graph);
+    EXPECT_EQ(order, expected);
   }
 }
 
