@@ -10,6 +10,7 @@
 #include "bindings/tensor.h"
 #include "cpu_kernels/gemm/pack.h"
 #include "cpu_kernels/kernels.h"
+#include "moe/workspace.h"
 #include "profiling/bench/ceiling.h"
 #include "profiling/bench/gemm_probe.h"
 #include "profiling/bench/pool_probe.h"
@@ -164,6 +165,7 @@ void RegisterBench(py::module_& module) {
       .def("measure", &bench::ReadProbe::Measure, py::arg("seconds"), Unlocked(), "GB/s.")
       .def_property_readonly("bytes", &bench::ReadProbe::bytes)
       .def_property_readonly("method", &bench::ReadProbe::method);
+  module.def("scratch_bytes", &moe::StoredWorkspaceBytes, "Scratch memory that calls of the layer left behind for the next.");
   RegisterPoolProbe(module);
   RegisterGemmProbe(module);
 }

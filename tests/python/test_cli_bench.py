@@ -1,5 +1,6 @@
 """`moesaic bench layer`: the document is consistent and its numbers follow from each other. No times are asserted."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import torch
 
 import moesaic
 from moesaic import cli
-from moesaic.commands import layer_bench
+from moesaic.commands import layer_bench, onednn
 
 FAST = ["--warmup", "0", "--reps", "2", "--threads", "1"]
 
@@ -65,6 +66,13 @@ def check_case(document, case):
     run, left_out = case["repetitions"]["run"], case["repetitions"]["left_out"]
     assert run == 2 and 0 <= left_out <= run
     assert (own["fraction_of_limit"]["forward"] is None) == (left_out == run)
+    assert case["threads"] == document["host"]["threads"] and case["ceiling"] == ceiling
+    assert own["scratch_bytes"] > 0
+    for way in ("forward", "backward"):
+        faults = own["page_faults"][way]
+        assert (faults is None) == (own[f"{way}_ms"] is None)
+        assert faults is None or 0 <= faults["min"] <= faults["median"] <= faults["max"]
+    assert (own["forward_without_saving_ms"] is not None) is case["save"]
 
 
 def test_the_whole_document(capsys):
@@ -109,13 +117,75 @@ def test_options_override_a_preset_and_several_cases(capsys):
     assert document["cases"][1]["experts_hit"] == 3
 
 
+def test_peers_that_cannot_run_are_left_out(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kt_kernel", None)  # as if it were not installed
+    document = bench_json(capsys, "--preset", "tiny", "--peers", "kt-kernel,onednn", "--verify")
+    (case,) = document["cases"]
+    assert {"kt_kernel", "kt_kernel_repack"} <= set(case["peers_left_out"]) and all(case["peers_left_out"].values())
+    assert set(case["peers"]) | set(case["peers_left_out"]) == {"kt_kernel", "kt_kernel_repack", "onednn"}
+    assert (onednn.unavailable() is None) is ("onednn" in case["peers"])
+
+
+def test_bars(capsys):
+    document = bench_json(capsys, "--preset", "tiny", "--tokens", "16,32", "--bars")
+    first, second = document["cases"]
+    names = {"lora_overhead", "two_adapters", "backward_over_forward", "prepare_share"}
+    assert set(first["bars"]) == {*names, "first_call"} and set(second["bars"]) == names
+    for case in (first, second):
+        assert case["peers"] == {}
+        assert all(row["bar"] > 0 for row in case["bars"].values())
+        assert all(row["value"] > 0 for name, row in case["bars"].items() if name != "lora_overhead")
+        assert case["bars"]["lora_overhead"]["value"] > -1 and case["bars"]["prepare_share"]["value"] < 1
+    own = first["moesaic"]
+    slowest = own["forward_ms"]["max"] + own["backward_ms"]["max"]
+    assert first["bars"]["first_call"]["value"] >= own["first_call_ms"] / slowest
+    (case,) = bench_json(capsys, "--preset", "tiny", "--rank", "0", "--bars")["cases"]
+    assert set(case["bars"]) == {"backward_over_forward", "prepare_share", "first_call"}
+    (case,) = bench_json(capsys, "--preset", "tiny", "--rank", "200", "--bars")["cases"]
+    assert "two_adapters" not in case["bars"]  # no adapter has rank 400
+
+
+def test_sweep(capsys, tmp_path):
+    prefix = tmp_path / "run.1"
+    document = bench_json(
+        capsys, "--preset", "tiny", "--tokens", "8,4", "--threads", "1,2", "--rank", "2,0", "--sweep", str(prefix)
+    )
+    assert document["host"]["threads"] == 1
+    points = [(case["tokens"], case["threads"], case["rank"]) for case in document["cases"]]
+    assert points == [(8, 1, 2), (4, 1, 2), (8, 1, 0), (8, 2, 2)]
+    with (tmp_path / "run.1.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["axis"], row["tokens"], row["threads"], row["rank"]) for row in rows] == [
+        ("tokens", "4", "1", "2"),
+        ("tokens", "8", "1", "2"),
+        ("threads", "8", "1", "2"),
+        ("threads", "8", "2", "2"),
+        ("rank", "8", "1", "0"),
+        ("rank", "8", "1", "2"),
+    ]
+    by_point = dict(zip(points, document["cases"], strict=True))
+    for row in rows:
+        case = by_point[int(row["tokens"]), int(row["threads"]), int(row["rank"])]
+        assert float(row["forward_ms"]) == case["moesaic"]["forward_ms"]["median"]
+        assert float(row["backward_limit_ms"]) == case["limit_ms"]["backward"]
+    assert (tmp_path / "run.1.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sweep_without_matplotlib(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    arguments = ["--tokens", "4,2", "--rank", "2,0", "--save", "no", "--sweep", str(tmp_path / "x")]
+    assert cli.main(["bench", "layer", "--preset", "tiny", *FAST, *arguments]) == 0
+    assert "matplotlib" in capsys.readouterr().err
+    assert (tmp_path / "x.csv").exists() and not (tmp_path / "x.png").exists()
+
+
 def test_without_a_preset_forward_alone(capsys):
     sizes = ["--experts", "4", "--hidden", "64", "--intermediate", "32", "--top-k", "2", "--tokens", "16"]
     document = bench_json(capsys, *sizes, "--save", "no", "--routing", "zipf", "--peers", "torch_loop")
     (case,) = document["cases"]
     check_case(document, case)
     own, peer = case["moesaic"], case["peers"]["torch_loop"]
-    assert case["rank"] == 16
+    assert case["rank"] == 16 and case["bars"] is None
     assert own["backward_ms"] is None and own["saved_bytes"] == 0 and own["fraction_of_limit"]["backward"] is None
     assert peer["backward_ms"] is None and peer["ratio"]["backward"] is None
     assert peer["ratio"]["total"] == pytest.approx(peer["ratio"]["forward"])
@@ -206,6 +276,10 @@ def test_a_nan_is_a_failure():
         (["--preset", "tiny", "--reps", "0"], "--reps"),
         (["--preset", "tiny", "--threads", "0"], "--threads"),
         (["--preset", "tiny", "--threads", "5000"], "--threads"),
+        (["--preset", "tiny", "--threads", "1,2"], "--threads"),
+        (["--preset", "tiny", "--rank", "4,8"], "--rank"),
+        (["--preset", "tiny", "--save", "no", "--bars"], "--bars"),
+        (["--preset", "tiny", "--sweep", "/no/such/folder/x"], "--sweep"),
     ],
 )
 def test_wrong_usage(capsys, options, said):

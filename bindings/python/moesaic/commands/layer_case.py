@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,11 @@ class LayerShape:
     def weights_per_expert(self) -> int:
         """Elements of one expert's base weights."""
         return 3 * self.hidden * self.intermediate
+
+
+def with_rank(shape: LayerShape, rank: int) -> LayerShape:
+    """The same layer with an adapter of another rank."""
+    return replace(shape, rank=rank)
 
 
 @dataclass(frozen=True)

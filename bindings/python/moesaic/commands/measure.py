@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from moesaic import _core
 from moesaic.commands.layer_case import Work
+from moesaic.commands.variants import Call
 
 # A repetition whose two probes differ by more than this ran on a host that changed its speed meanwhile.
 PROBE_TOLERANCE = 0.1
@@ -51,22 +52,20 @@ class CeilingProbe:
         """
         available = [probe["isa"] for probe in _core.compute_probes() if probe["available"]]
         self._isa = isa if isa in available else available[0]
-        self._threads = threads
+        self.threads = threads
         self._read = _core.ReadProbe(threads)
 
     def measure(self) -> Ceiling:
         """Probes both, in some 70 ms."""
-        compute = _core.measure_compute(self._isa, self._threads, _COMPUTE_SECONDS)
+        compute = _core.measure_compute(self._isa, self.threads, _COMPUTE_SECONDS)
         return Ceiling(compute, self._read.measure(_READ_SECONDS))
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """One forward and backward of the engine, and the ceilings before and after it. backward_ms is None where it was
-    not run."""
+    """One call of the engine, and the ceilings before and after it."""
 
-    forward_ms: float
-    backward_ms: float | None
+    call: Call
     before: Ceiling
     after: Ceiling
 
@@ -101,9 +100,9 @@ def fraction_of_limit(repetitions: Sequence[Repetition], flops: Work, bytes_move
         if not repetition.steady():
             continue
         ceiling = repetition.ceiling()
-        forward.append(ceiling.limit_ms(flops.forward, bytes_moved.forward) / repetition.forward_ms)
-        if repetition.backward_ms is not None:
-            backward.append(ceiling.limit_ms(flops.backward, bytes_moved.backward) / repetition.backward_ms)
+        forward.append(ceiling.limit_ms(flops.forward, bytes_moved.forward) / repetition.call.forward_ms)
+        if repetition.call.backward_ms is not None:
+            backward.append(ceiling.limit_ms(flops.backward, bytes_moved.backward) / repetition.call.backward_ms)
     return {
         "forward": statistics.median(forward) if forward else None,
         "backward": statistics.median(backward) if backward else None,

@@ -1,0 +1,95 @@
+"""What `bench layer --bars` adds: times of the engine held against its own under other circumstances, in the same
+run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+import torch
+
+import moesaic
+from moesaic.commands.layer_case import LayerShape, with_rank
+from moesaic.commands.layer_data import Adapter, Batch, make_adapter
+from moesaic.commands.measure import Ceiling
+from moesaic.commands.variants import AccumulatingEngine, Call, Engine, Variant, timed
+
+# What each number should stay below.
+LORA_OVERHEAD = 0.12
+TWO_ADAPTERS = 1.08
+BACKWARD_OVER_FORWARD = 1.25
+PREPARE_SHARE = 0.01
+FIRST_CALL = 1.3
+
+_WITHOUT_LORA, _TWO, _SUMMED = "without_lora", "two_adapters", "summed_rank"
+
+
+class Bars:
+    """Variants of the engine that take turns with the rest, and the ratios that follow."""
+
+    def __init__(self, shape: LayerShape, batch: Batch, layer: moesaic.ExpertsLayer, adapter: Adapter | None) -> None:
+        self._engine = Engine(batch, layer, [] if adapter is None else [adapter])
+        self.variants: dict[str, Variant] = {}
+        if adapter is None:
+            return
+        generator = torch.Generator().manual_seed(1)
+        second = make_adapter(shape, generator)
+        summed = make_adapter(with_rank(shape, 2 * shape.rank), generator)
+        assert second is not None and summed is not None  # the rank is not 0
+        self.variants[_WITHOUT_LORA] = Engine(batch, layer, [])
+        if 2 * shape.rank <= 256:  # the largest rank of an adapter
+            self.variants[_TWO] = AccumulatingEngine(batch, layer, [adapter, second])
+            self.variants[_SUMMED] = AccumulatingEngine(batch, layer, [summed])
+
+    def report(
+        self,
+        own: Sequence[Call],
+        calls: Mapping[str, Sequence[Call]],
+        flops: Mapping[str, int],
+        bytes_moved: Mapping[str, int],
+        ceiling: Ceiling,
+        first_call: Call | None,
+    ) -> dict[str, dict[str, float]]:
+        """name: {value, bar}; only what could be measured.
+
+        lora_overhead: time with the adapter over time without, less one. two_adapters: time with two adapters over one
+        of twice the rank, into `.grad` that is there. backward_over_forward: the ratio of times over that of limits.
+        prepare_share: D0 and GU0 of all of backward, from one profiled call. first_call: over the median.
+
+        Args:
+            own: the engine's calls.
+            calls: those of `variants`.
+            flops: of forward and backward.
+            bytes_moved: likewise.
+            ceiling: of the host meanwhile.
+            first_call: of the layer; None: it was called before.
+        """
+        rows: dict[str, tuple[float, float]] = {}
+        total = statistics.median(call.total_ms for call in own)
+
+        def median_of(name: str) -> float:
+            return statistics.median(call.total_ms for call in calls[name])
+
+        if _WITHOUT_LORA in self.variants:
+            rows["lora_overhead"] = (total / median_of(_WITHOUT_LORA) - 1.0, LORA_OVERHEAD)
+        if _TWO in self.variants:
+            rows["two_adapters"] = (median_of(_TWO) / median_of(_SUMMED), TWO_ADAPTERS)
+        backward = [call.backward_ms for call in own if call.backward_ms is not None]
+        if backward:
+            ratio = statistics.median(backward) / statistics.median(call.forward_ms for call in own)
+            limits = [ceiling.limit_ms(flops[way], bytes_moved[way]) for way in ("forward", "backward")]
+            rows["backward_over_forward"] = (ratio / (limits[1] / limits[0]), BACKWARD_OVER_FORWARD)
+            rows["prepare_share"] = (self._prepare_share(), PREPARE_SHARE)
+        if first_call is not None:
+            rows["first_call"] = (first_call.total_ms / total, FIRST_CALL)
+        for variant in self.variants.values():
+            if isinstance(variant, AccumulatingEngine):
+                variant.forget()
+        return {name: {"value": value, "bar": bar} for name, (value, bar) in rows.items()}
+
+    def _prepare_share(self) -> float:
+        with moesaic.profile() as profile:
+            timed(self._engine, save=True)
+        thread_ms = {phase["name"]: phase["thread_ms"] for phase in profile.phases()}
+        prepare = thread_ms.get("D0_prepare", 0.0) + thread_ms.get("GU0_prepare", 0.0)
+        return prepare / thread_ms["backward"]
