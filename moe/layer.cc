@@ -45,11 +45,13 @@ SavedSizes ExpertsLayer::SavedStateSizes(std::int64_t tokens, std::int64_t top_k
 
 void ExpertsLayer::Forward(const ForwardArgs& args, threadpool::Pool& pool) const {
   ValidateForward(impl_->config, args);
+  const threadpool::Pool::Turn turn(pool);  // before scratch memory is taken: callers that wait need none
   RunForward(impl_->config, impl_->weights, args, pool);
 }
 
 void ExpertsLayer::Backward(const BackwardArgs& args, threadpool::Pool& pool) const {
   ValidateBackward(impl_->config, args);
+  const threadpool::Pool::Turn turn(pool);
   RunBackward(impl_->config, impl_->weights, args, pool);
 }
 

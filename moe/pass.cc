@@ -11,6 +11,8 @@ namespace moesaic::moe {
 namespace {
 
 constexpr std::int64_t kBlocksPerUnit = kIntermediateUnit / kTileColumns;
+/// Large buffers are whole huge pages: jobs, adapters, and those that grow with T.
+constexpr std::int64_t kRounding = std::int64_t{12} << 20;
 
 }  // namespace
 
@@ -78,39 +80,49 @@ Pass::Range Pass::RangeOf(std::int64_t job, Cut cut, std::int64_t part) const {
 
 void Pass::Allocate(std::int64_t job_bytes) {
   const auto count = static_cast<std::int64_t>(jobs.size());
-  job_bytes_ = RoundUp(job_bytes, 64);
-  job_slots_ =
-      std::clamp<std::int64_t>(JobBudget(threads) / std::max<std::int64_t>(job_bytes_, 1), 1, std::max<std::int64_t>(count, 1));
-  workspace->jobs.Ensure(job_slots_ * job_bytes_);
-  free_slots_ = std::make_unique<SlotPool>(job_slots_, threads);
-  slot_of_job_.resize(jobs.size());
-  if (lora.any()) BindLora();
   BlockingQuery query;
   query.jobs = count;
-  query.slots = job_slots_;
   query.rows = most_rows;
   query.hidden = config.hidden_size;
   query.intermediate = config.intermediate_size;
   query.threads = threads;
+  const std::int64_t lora_bytes = lora.any() ? BindLora() : 0;
+  const std::int64_t thread_bytes = threads * StageScratchBytes();
+  const std::int64_t rest = ScratchBudget(threads) - kRounding - lora_bytes - thread_bytes;
+  job_bytes_ = RoundUp(std::max<std::int64_t>(job_bytes, 1), 64);
+  job_slots_ = std::clamp<std::int64_t>(std::min(JobBudget(threads), rest) / job_bytes_, 1, std::max<std::int64_t>(count, 1));
+  Workspace::Fit(workspace->jobs, job_slots_ * job_bytes_, rest);
+  free_slots_ = std::make_unique<SlotPool>(job_slots_, threads);
+  slot_of_job_.resize(jobs.size());
+  query.slots = job_slots_;
   blocking = ChooseBlocking(query);
 }
 
+std::int64_t Pass::StageScratchBytes() const {
+  const std::int64_t rank = std::max(lora.padded_input_rank(), lora.padded_down_rank());
+  // Unpacked weights, two tile columns of 64 bytes a row: those of both base products of a stage and of the adapters' two
+  // parts.
+  const std::int64_t unpacked = 256 * (RoundUp(config.intermediate_size, kTileColumns) + rank);
+  // The low rank products hold two fp32 blocks of [rows][rank], the others 32 fp32 columns and three times as many in bf16.
+  return unpacked + most_rows * (8 * rank + 320) + 256;
+}
+
 /// Experts with rows take consecutive places in the ring; a group's places are freed when its gradients are written.
-void Pass::BindLora() {
+std::int64_t Pass::BindLora() {
   const std::int64_t bytes = RoundUp(lora.expert_bytes(), 64), sums = RoundUp(lora.gradient_bytes(), 64);
   const std::int64_t group_bytes = lora_group_ * (bytes + sums);
   const auto count = static_cast<std::int64_t>(groups.size());
   group_slots_ = std::clamp<std::int64_t>(LoraBudget(threads) / std::max<std::int64_t>(group_bytes, 1), 1, count);
-  workspace->lora.Ensure(group_slots_ * lora_group_ * bytes);
-  workspace->gradients.Ensure(group_slots_ * lora_group_ * sums);
+  Workspace::Fit(workspace->lora, group_slots_ * group_bytes, LoraBudget(threads));
   expert_lora_.resize(static_cast<std::size_t>(config.num_experts));
   for (std::int64_t g = 0; g < count; ++g) {
     for (std::size_t x = 0; x < groups[g].experts.size(); ++x) {
       const std::int64_t place = g % group_slots_ * lora_group_ + static_cast<std::int64_t>(x);
-      char* gradients = sums > 0 ? static_cast<char*>(workspace->gradients.data()) + place * sums : nullptr;
-      expert_lora_[groups[g].experts[x]] = lora.Bind(static_cast<char*>(workspace->lora.data()) + place * bytes, gradients);
+      char* memory = static_cast<char*>(workspace->lora.data()) + place * (bytes + sums);
+      expert_lora_[groups[g].experts[x]] = lora.Bind(memory, sums > 0 ? memory + bytes : nullptr);
     }
   }
+  return group_slots_ * group_bytes;
 }
 
 void* Pass::JobMemory(std::int64_t job) const {

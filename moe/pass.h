@@ -124,7 +124,10 @@ class Pass {
                  const SplitTiles& tiles) const;
 
  private:
-  void BindLora();
+  /// Gives experts their places in the ring of adapters; returns the ring's bytes.
+  std::int64_t BindLora();
+  /// No stage asks more of ThreadScratch.
+  std::int64_t StageScratchBytes() const;
   /// Blocks or columns in one part.
   std::int64_t PartSize(std::int64_t job, Cut cut) const;
   TaskId Join(std::span<const TaskId> tasks);

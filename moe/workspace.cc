@@ -3,9 +3,10 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <mutex>
 #include <utility>
-#include <vector>
 
 namespace moesaic::moe {
 namespace {
@@ -15,7 +16,7 @@ constexpr std::size_t kMostStored = 2;
 
 struct Store {
   std::mutex mutex;
-  std::vector<std::unique_ptr<Workspace>> free;
+  std::array<std::unique_ptr<Workspace>, kMostStored> free;  // null: a place
 };
 
 Store& GetStore() {
@@ -27,9 +28,22 @@ Store& GetStore() {
   return *store;
 }
 
+std::atomic<std::int64_t> g_thread_scratch{0};
+
+struct CountedScratch {
+  AlignedBuffer buffer;
+
+  ~CountedScratch() { g_thread_scratch -= buffer.bytes(); }
+  void Ensure(std::int64_t bytes) {
+    if (bytes <= buffer.bytes()) return;
+    g_thread_scratch -= buffer.bytes();
+    buffer.Ensure(bytes);
+    g_thread_scratch += bytes;
+  }
+};
+
 std::int64_t Bytes(const Workspace& w) {
-  return w.rows.bytes() + w.jobs.bytes() + w.lora.bytes() + w.gradients.bytes() + w.tokens.bytes() + w.dense.bytes() +
-         w.dense_hidden.bytes();
+  return w.rows.bytes() + w.jobs.bytes() + w.lora.bytes() + w.tokens.bytes() + w.dense.bytes() + w.dense_hidden.bytes();
 }
 
 }  // namespace
@@ -38,9 +52,8 @@ WorkspaceLease::WorkspaceLease() {
   Store& store = GetStore();
   {
     const std::lock_guard lock(store.mutex);
-    if (!store.free.empty()) {
-      workspace_ = std::move(store.free.back());
-      store.free.pop_back();
+    for (auto& stored : store.free) {
+      if (workspace_ == nullptr) workspace_ = std::move(stored);
     }
   }
   if (workspace_ == nullptr) workspace_ = std::make_unique<Workspace>();
@@ -49,7 +62,9 @@ WorkspaceLease::WorkspaceLease() {
 WorkspaceLease::~WorkspaceLease() {
   Store& store = GetStore();
   const std::lock_guard lock(store.mutex);
-  if (store.free.size() < kMostStored) store.free.push_back(std::move(workspace_));
+  for (auto& place : store.free) {
+    if (place == nullptr) place = std::move(workspace_);
+  }
 }
 
 SlotPool::SlotPool(std::int64_t slots, int workers) : last_(static_cast<std::size_t>(workers), -1) {
@@ -75,25 +90,29 @@ void SlotPool::Free(std::int64_t slot, int worker) {
 }
 
 void* ThreadScratch(std::int64_t bytes) {
-  thread_local AlignedBuffer scratch;
+  thread_local CountedScratch scratch;
   scratch.Ensure(bytes);
-  return scratch.data();
+  return scratch.buffer.data();
 }
+
+std::int64_t ThreadScratchBytes() { return g_thread_scratch; }
 
 std::int64_t StoredWorkspaceBytes() {
   Store& store = GetStore();
   const std::lock_guard lock(store.mutex);
   std::int64_t bytes = 0;
-  for (const auto& workspace : store.free) bytes += Bytes(*workspace);
+  for (const auto& workspace : store.free) bytes += workspace != nullptr ? Bytes(*workspace) : 0;
   return bytes;
 }
 
 void ReleaseWorkspaces() {
   Store& store = GetStore();
-  std::vector<std::unique_ptr<Workspace>> released;
+  std::array<std::unique_ptr<Workspace>, kMostStored> released;
   const std::lock_guard lock(store.mutex);
   released.swap(store.free);
 }
+
+std::int64_t ScratchBudget(int threads) { return (std::int64_t{64} << 20) + (std::int64_t{8} << 20) * threads; }
 
 std::int64_t JobBudget(int threads) { return (std::int64_t{20} << 20) + (std::int64_t{5} << 20) * threads; }
 

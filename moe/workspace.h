@@ -1,6 +1,7 @@
 // Scratch memory of calls: recycled, because touching fresh pages costs more than using them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -14,11 +15,16 @@ namespace moesaic::moe {
 struct Workspace {
   AlignedBuffer rows;          ///< bf16 [T * k][H]: a row of Y (forward) or dX (backward) for each slot
   AlignedBuffer jobs;          ///< activations of the jobs in flight
-  AlignedBuffer lora;          ///< packed adapters of the groups in flight
-  AlignedBuffer gradients;     ///< their gradients' fp32 sums
+  AlignedBuffer lora;          ///< packed adapters of the groups in flight, and their gradients' fp32 sums
   AlignedBuffer tokens;        ///< routing weights and tables, a few bytes a slot
   AlignedBuffer dense;         ///< bf16 [T][H]: hidden (forward) or d_out (backward), where the caller's has no dense rows
   AlignedBuffer dense_hidden;  ///< the same for hidden in the backward
+
+  /// At least `bytes`, and no more than `most` left from an earlier call. Throws std::bad_alloc.
+  static void Fit(AlignedBuffer& buffer, std::int64_t bytes, std::int64_t most) {
+    if (buffer.bytes() > std::max(bytes, most)) buffer = AlignedBuffer();
+    buffer.Ensure(bytes);
+  }
 };
 
 /// Takes a workspace from the process's store, and returns it there at the end of the scope. Thread safe.
@@ -54,9 +60,15 @@ void* ThreadScratch(std::int64_t bytes);
 /// Bytes that stored workspaces hold, and their release. Thread scratch stays with its threads.
 std::int64_t StoredWorkspaceBytes();
 void ReleaseWorkspaces();
+/// Bytes of all threads' scratch.
+std::int64_t ThreadScratchBytes();
 
-/// Bounds on the activations of the jobs in flight, and on packed adapters with their gradients' sums. With the threads' own
-/// scratch (less than 2 MiB each) they stay below 64 MiB + 8 MiB a thread.
+/// Bound on everything here but what grows with T (`rows`, `tokens`, `dense`, `dense_hidden`), and on the threads' scratch:
+/// 64 MiB + 8 MiB a thread. It is kept for every layer of which one job, one expert's adapters with their gradients' sums, and
+/// the threads' scratch fit; where they do not, as with rank 256 on the largest experts and few threads, they take what they
+/// need.
+std::int64_t ScratchBudget(int threads);
+/// What of it activations of the jobs in flight, and packed adapters with their gradients' sums, may take.
 std::int64_t JobBudget(int threads);
 std::int64_t LoraBudget(int threads);
 
