@@ -8,6 +8,7 @@
 #include <string>
 
 #include "bindings/tensor.h"
+#include "bindings/unlocked.h"
 #include "cpu_kernels/gemm/pack.h"
 #include "cpu_kernels/kernels.h"
 #include "moe/workspace.h"
@@ -85,19 +86,19 @@ threadpool::ThreadSource SourceNamed(const std::string& source) {
 }
 
 void RegisterPoolProbe(py::module_& module) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using WithoutLock = py::call_guard<Unlocked>;
   using bench::PoolProbe;
   py::class_<PoolProbe>(module, "PoolProbe", "A pool of its own and what it costs; profiling/bench/pool_probe.h.")
       .def(py::init([](int threads, const std::string& source) {
              return std::make_unique<PoolProbe>(threads, SourceNamed(source));
            }),
            py::arg("threads"), py::arg("source"))
-      .def("empty_jobs", &PoolProbe::EmptyJobs, py::arg("count"), Unlocked())
-      .def("wakes", &PoolProbe::Wakes, py::arg("count"), py::arg("pause_seconds"), Unlocked())
-      .def("edges", &PoolProbe::Edges, py::arg("count"), py::arg("length"), Unlocked())
-      .def("small_tasks", &PoolProbe::SmallTasks, py::arg("count"), py::arg("tasks"), py::arg("task_us"), Unlocked())
-      .def("steals", &PoolProbe::Steals, py::arg("count"), Unlocked());
-  module.def("empty_openmp_regions", &bench::EmptyOpenMpRegions, py::arg("count"), py::arg("threads"), Unlocked());
+      .def("empty_jobs", &PoolProbe::EmptyJobs, py::arg("count"), WithoutLock())
+      .def("wakes", &PoolProbe::Wakes, py::arg("count"), py::arg("pause_seconds"), WithoutLock())
+      .def("edges", &PoolProbe::Edges, py::arg("count"), py::arg("length"), WithoutLock())
+      .def("small_tasks", &PoolProbe::SmallTasks, py::arg("count"), py::arg("tasks"), py::arg("task_us"), WithoutLock())
+      .def("steals", &PoolProbe::Steals, py::arg("count"), WithoutLock());
+  module.def("empty_openmp_regions", &bench::EmptyOpenMpRegions, py::arg("count"), py::arg("threads"), WithoutLock());
 }
 
 MatrixView MatrixOf(const py::object& tensor, const char* name, DType dtype) {
@@ -140,7 +141,7 @@ void RegisterGemmProbe(py::module_& module) {
   py::class_<bench::GemmProbe>(module, "GemmProbe", "One call of a GEMM kernel; profiling/bench/gemm_probe.h.")
       .def(py::init(&MakeGemmProbe), py::arg("tier"), py::arg("form"), py::arg("activations"), py::arg("weights"),
            py::arg("copies") = 1)
-      .def("measure", &bench::GemmProbe::Measure, py::arg("count"), py::call_guard<py::gil_scoped_release>())
+      .def("measure", &bench::GemmProbe::Measure, py::arg("count"), py::call_guard<Unlocked>())
       .def(
           "result",
           [](const bench::GemmProbe& self, const py::object& out) { self.Result(MatrixOf(out, "out", DType::kFloat32)); },
@@ -150,19 +151,19 @@ void RegisterGemmProbe(py::module_& module) {
 }  // namespace
 
 void RegisterBench(py::module_& module) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using WithoutLock = py::call_guard<Unlocked>;
   module.def("topology", &TopologyToDict, "The machine as threadpool/topology.h describes it.");
   module.def("last_level_cache_bytes", &bench::LastLevelCacheBytes, "Bytes of all last-level caches together; 0: unknown.");
   module.def("compute_probes", &ComputeProbeRows, "Every compute probe, best first: isa, instruction, available.");
   module.def(
       "measure_compute",
       [](const std::string& isa, int threads, double seconds) { return bench::MeasureCompute(isa, TeamOf(threads), seconds); },
-      py::arg("isa"), py::arg("threads"), py::arg("seconds"), Unlocked(),
+      py::arg("isa"), py::arg("threads"), py::arg("seconds"), WithoutLock(),
       "GFLOP/s of multiply-adds on registers, on 1 thread or on all of the pool. ValueError for anything else.");
   py::class_<bench::ReadProbe>(module, "ReadProbe", "Streaming reads of a buffer larger than the caches.")
       .def(py::init([](int threads, std::int64_t bytes) { return std::make_unique<bench::ReadProbe>(TeamOf(threads), bytes); }),
-           py::arg("threads"), py::arg("bytes") = 0, Unlocked())
-      .def("measure", &bench::ReadProbe::Measure, py::arg("seconds"), Unlocked(), "GB/s.")
+           py::arg("threads"), py::arg("bytes") = 0, WithoutLock())
+      .def("measure", &bench::ReadProbe::Measure, py::arg("seconds"), WithoutLock(), "GB/s.")
       .def_property_readonly("bytes", &bench::ReadProbe::bytes)
       .def_property_readonly("method", &bench::ReadProbe::method);
   module.def("scratch_bytes", &moe::StoredWorkspaceBytes, "Scratch memory that calls of the layer left behind for the next.");

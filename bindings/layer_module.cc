@@ -12,6 +12,7 @@
 
 #include "bindings/arena.h"
 #include "bindings/tensor.h"
+#include "bindings/unlocked.h"
 #include "moe/layer.h"
 #include "threadpool/pool.h"
 
@@ -116,7 +117,7 @@ class Layer {
     const TensorView gate_up = ViewOf(gate_up_proj, {"gate_up_proj"}, kWeightTypes);
     const TensorView down = ViewOf(down_proj, {"down_proj"}, kWeightTypes);
     const moe::LayerConfig config = ConfigOf(weight_format, gate_up, down);
-    const py::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     layer_ = std::make_unique<moe::ExpertsLayer>(config, gate_up, down, threadpool::Pool::Default());
   }
 
@@ -144,7 +145,7 @@ class Layer {
       }
     }
     {
-      const py::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       layer_->Forward(args, threadpool::Pool::Default());
     }
     return py::make_tuple(out.ToTorch(), state.ToTorch());
@@ -197,7 +198,7 @@ class Layer {
     }
     args.d_lora = d_adapters;
     {
-      const py::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       layer_->Backward(args, threadpool::Pool::Default());
     }
     py::tuple d_tensors(d_lora.size());
@@ -208,7 +209,7 @@ class Layer {
   void Unpack(const py::object& gate_up_proj, const py::object& down_proj) const {
     const TensorView gate_up = ViewOf(gate_up_proj, {"gate_up_proj"}, kWeightTypes);
     const TensorView down = ViewOf(down_proj, {"down_proj"}, kWeightTypes);
-    const py::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     layer_->Unpack(gate_up, down, threadpool::Pool::Default());
   }
 

@@ -12,6 +12,7 @@
 #include "bindings/bench_bindings.h"
 #include "bindings/layer_module.h"
 #include "bindings/tensor.h"
+#include "bindings/unlocked.h"
 #include "cpu_kernels/isa.h"
 #include "moe/workspace.h"
 #include "profiling/range.h"
@@ -66,7 +67,7 @@ py::list ToList(const Rows& rows, ToDict to_dict) {
 }
 
 void BindThreads(py::module_& module) {
-  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  const auto unlocked = py::call_guard<Unlocked>();
   module.def("set_num_threads", [](int n) { threadpool::Pool::Default().SetNumThreads(n); }, py::arg("n"), unlocked);
   module.def("get_num_threads", [] { return threadpool::Pool::Default().num_threads(); }, unlocked);
   module.def(
@@ -87,8 +88,7 @@ void BindHost(py::module_& module) {
   module.def("isa", [] { return ChosenIsa(); });
   module.def("isa_tiers", [] { return ToList(IsaTiers(), TierToDict); });
   module.def(
-      "verify_isa", [](const std::string& name) { return VerifyIsa(name); }, py::arg("name"),
-      py::call_guard<py::gil_scoped_release>());
+      "verify_isa", [](const std::string& name) { return VerifyIsa(name); }, py::arg("name"), py::call_guard<Unlocked>());
   module.def("cpu_name", [] { return CpuName(); });
 }
 
@@ -117,7 +117,7 @@ void BindMemory(py::module_& module) {
         moe::ReleaseWorkspaces();
         return Arena::Default().Trim();
       },
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<Unlocked>());
 }
 
 }  // namespace
