@@ -1,5 +1,6 @@
 #include "moe/validate.h"
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <limits>
@@ -80,13 +81,11 @@ void CheckTensor(const std::string& name, const TensorView& view, std::initializ
     empty |= view.shape[d] == 0;
   }
   if (!matches) Fail(name, " has shape ", ShapeOf(view), "; expected ", Describe(dims));
-  bool type_matches = false;
-  std::ostringstream expected_types;
-  for (const DType type : types) {
-    type_matches |= type == view.dtype;
-    expected_types << (type == *types.begin() ? "" : " or ") << Name(type);
+  if (std::find(types.begin(), types.end(), view.dtype) == types.end()) {
+    std::string expected;
+    for (const DType type : types) expected += (expected.empty() ? "" : " or ") + std::string(Name(type));
+    Fail(name, " is ", Name(view.dtype), "; expected ", expected);
   }
-  if (!type_matches) Fail(name, " is ", Name(view.dtype), "; expected ", expected_types.str());
   if (!empty && view.data == nullptr) Fail(name, " has shape ", ShapeOf(view), " but its data is null");
 }
 

@@ -20,6 +20,9 @@ TWO_ADAPTERS = 1.08
 BACKWARD_OVER_FORWARD = 1.25
 PREPARE_SHARE = 0.01
 FIRST_CALL = 1.3
+OVERHEAD_US = 50.0
+
+_PROFILED = 5
 
 _WITHOUT_LORA, _TWO, _SUMMED = "without_lora", "two_adapters", "summed_rank"
 
@@ -54,7 +57,9 @@ class Bars:
 
         lora_overhead: time with the adapter over time without, less one. two_adapters: time with two adapters over one
         of twice the rank, into `.grad` that is there. backward_over_forward: the ratio of times over that of limits.
-        prepare_share: D0 and GU0 of all of backward, from one profiled call. first_call: over the median.
+        prepare_share: D0 and GU0 of all of backward. forward_overhead_us, backward_overhead_us: what a call takes
+        outside of the engine, autograd and the views of the adapter included; both from profiled calls. first_call:
+        over the median.
 
         Args:
             own: the engine's calls.
@@ -79,7 +84,7 @@ class Bars:
             ratio = statistics.median(backward) / statistics.median(call.forward_ms for call in own)
             limits = [ceiling.limit_ms(flops[way], bytes_moved[way]) for way in ("forward", "backward")]
             rows["backward_over_forward"] = (ratio / (limits[1] / limits[0]), BACKWARD_OVER_FORWARD)
-            rows["prepare_share"] = (self._prepare_share(), PREPARE_SHARE)
+            rows.update(self._profiled())
         if first_call is not None:
             rows["first_call"] = (first_call.total_ms / total, FIRST_CALL)
         for variant in self.variants.values():
@@ -87,9 +92,19 @@ class Bars:
                 variant.forget()
         return {name: {"value": value, "bar": bar} for name, (value, bar) in rows.items()}
 
-    def _prepare_share(self) -> float:
-        with moesaic.profile() as profile:
-            timed(self._engine, save=True)
-        thread_ms = {phase["name"]: phase["thread_ms"] for phase in profile.phases()}
-        prepare = thread_ms.get("D0_prepare", 0.0) + thread_ms.get("GU0_prepare", 0.0)
-        return prepare / thread_ms["backward"]
+    def _profiled(self) -> dict[str, tuple[float, float]]:
+        calls, inside = [], []
+        for _ in range(_PROFILED):
+            with moesaic.profile() as profile:
+                calls.append(timed(self._engine, save=True))
+            inside.append({phase["name"]: phase["thread_ms"] for phase in profile.phases()})
+        shares = [
+            (phases.get("D0_prepare", 0.0) + phases.get("GU0_prepare", 0.0)) / phases["backward"] for phases in inside
+        ]
+        forward = [call.forward_ms - phases["forward"] for call, phases in zip(calls, inside, strict=True)]
+        backward = [(call.backward_ms or 0.0) - phases["backward"] for call, phases in zip(calls, inside, strict=True)]
+        return {
+            "prepare_share": (statistics.median(shares), PREPARE_SHARE),
+            "forward_overhead_us": (1e3 * statistics.median(forward), OVERHEAD_US),
+            "backward_overhead_us": (1e3 * statistics.median(backward), OVERHEAD_US),
+        }

@@ -101,7 +101,7 @@ def write_png(document: dict[str, Any], path: Path) -> bool:
         panel.set_xticks([row[axis] for row in along], [f"{row[axis]:,}" for row in along])
         panel.set_xlabel(axis)
         panel.set_ylabel("ms")
-        panel.set_title(", ".join(f"{base[other]:,} {other}" for other in AXES if other != axis), fontsize=9)
+        panel.set_title(", ".join(f"{other} {base[other]:,}" for other in AXES if other != axis), fontsize=9)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
     shape = f"E {base['experts']}, H {base['hidden']}, I {base['intermediate']}, k {base['top_k']}, {base['routing']}"

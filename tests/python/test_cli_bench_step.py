@@ -1,0 +1,89 @@
+"""`moesaic bench step`: the document is consistent, and the variants of a step do what they say. No times asserted."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import moesaic
+from moesaic import cli
+from moesaic.commands import step_bench
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before():
+    threads, torch_threads = moesaic.get_num_threads(), torch.get_num_threads()
+    yield
+    moesaic.set_num_threads(threads)
+    torch.set_num_threads(torch_threads)
+
+
+def test_document(capsys):
+    arguments = "step --model tiny --tokens 16 --rank 2 --reps 2 --warmup 1 --threads 1 --json"
+    assert cli.main(["bench", *arguments.split()]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["model"], document["tokens"], document["rank"], document["calls"]) == ("tiny", 16, 2, 2)
+    assert document["host"]["threads"] == 1
+    experts, others, step = document["experts_ms"], document["others_ms"], document["step_ms"]
+    assert experts["ratio"] == pytest.approx(experts["inside"]["median"] / experts["alone"]["median"])
+    assert others["ratio"] == pytest.approx(others["with"]["median"] / others["without"]["median"])
+    assert 0 < experts["inside"]["max"] < step["max"] and experts["alone"]["min"] > 0
+    assert 0 < others["with"]["min"] < step["min"] and others["without"]["min"] > 0
+
+
+def test_for_people(capsys):
+    arguments = "step --model tiny --tokens 8 --reps 1 --warmup 1 --threads 1"
+    assert cli.main(["bench", *arguments.split()]) == 0
+    text = capsys.readouterr().out
+    for word in ("experts inside", "experts alone", "with / without", "2 experts blocks"):
+        assert word in text
+
+
+def test_calls_alone_are_those_of_the_step():
+    model = step_bench._model(step_bench.MODELS["tiny"], 2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    ids = torch.arange(12)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    whole = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    calls: list[step_bench._RecordedCall] = []
+    model.zero_grad()
+    with step_bench._replaced_experts(step_bench._recorder(calls)):
+        model(input_ids=ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        if name in whole:
+            assert torch.equal(parameter.grad, whole[name]), name
+    assert len(calls) == 2
+    # The first block's gradients, computed alone, are those that its parameters got.
+    first = calls[0]
+    _, saved = first.layer.forward(first.hidden, first.ids, first.weights, first.lora)
+    grads = first.layer.backward(saved, first.d_out)
+    a = next(p for n, p in model.named_parameters() if "layers.0" in n and "experts" in n and "lora_A" in n)
+    found = [
+        pair.a.reshape(a.shape)
+        for lora in grads.lora
+        for pair in (lora.gate_up, lora.down)
+        if pair is not None and pair.a.numel() == a.numel()
+    ]
+    assert any(torch.equal(gradient.to(a.dtype), a.grad) for gradient in found)
+
+    # Experts that compute nothing: every parameter still gets a gradient, those of the experts' adapters zeros.
+    model.zero_grad()
+    with step_bench._replaced_experts(step_bench._nothing_computed()):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == set(whole)
+    assert all((p.grad == 0).all() for n, p in model.named_parameters() if "experts" in n and "lora" in n)
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()  # the engine is back
+    assert torch.equal(a.grad, whole[next(n for n in whole if "layers.0" in n and "experts" in n and "lora_A" in n)])
+
+
+def test_without_transformers(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert cli.main(["bench", "step", "--model", "tiny"]) == 1
+    assert "pip install 'moesaic[hf]'" in capsys.readouterr().err
