@@ -17,7 +17,7 @@ from moesaic.commands.layer_case import LayerShape, Routing
 from moesaic.commands.layer_data import Adapter, Batch, Weights, make_adapter, make_batch, make_weights
 from moesaic.commands.measure import Ceiling, CeilingProbe, Repetition, fraction_of_limit, median_ceiling, summary
 from moesaic.commands.output import format_bytes
-from moesaic.commands.peers import PEERS, resident_bytes
+from moesaic.commands.peers import PEERS, needs_full_copy, resident_bytes
 from moesaic.commands.variants import Call, Engine, UnavailableError, Variant, timed
 
 SCHEMA = 1
@@ -68,7 +68,7 @@ def run(plan: Plan, progress: Callable[[str], None]) -> dict[str, Any]:
     _use_threads(plan.points[0].threads)
     generator = torch.Generator().manual_seed(plan.seed)
     progress("generating and packing the weights")
-    weights = make_weights(plan.shape, generator, full_copy=bool(plan.peers))
+    weights = make_weights(plan.shape, generator, full_copy=any(map(needs_full_copy, plan.peers)))
     layer = moesaic.ExpertsLayer(weights.gate_up, weights.down, weight_format=plan.weight_format)
     _start_autograd()
     probe: CeilingProbe | None = None
@@ -355,7 +355,8 @@ def needed_bytes(plan: Plan) -> tuple[int, int]:
     shape = layer_case.with_rank(plan.shape, max(point.rank for point in plan.points))
     tokens = max(point.tokens for point in plan.points)
     packed = 2 * shape.experts * shape.weights_per_expert
-    resident = packed * (2 if plan.peers else 1) + sum(resident_bytes(name, shape) for name in plan.peers)
+    resident = packed * (2 if any(map(needs_full_copy, plan.peers)) else 1)
+    resident += sum(resident_bytes(name, shape) for name in plan.peers)
     lora = 4 * shape.lora_values_per_expert * shape.experts
     rows = tokens * shape.top_k
     if plan.peers:  # several bf16 copies of the rows' gate, up and hidden values, alive until backward has used them

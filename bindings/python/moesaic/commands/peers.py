@@ -29,11 +29,18 @@ PEER_GROUPS: dict[str, list[str]] = {
 }
 
 
+def needs_full_copy(name: str) -> bool:
+    """Whether a peer computes on the weights as they are given, so that each expert must have memory of its own."""
+    return name.startswith("torch_")
+
+
 def resident_bytes(name: str, shape: LayerShape) -> int:
-    """An estimate of what a peer keeps in memory beside the one copy of the weights that all peers share."""
+    """An estimate of what a peer takes for the weights in forms of its own, at its most."""
     from moesaic.commands import onednn
 
     weights = 2 * shape.experts * shape.weights_per_expert
-    if name == "onednn":
-        return 2 * weights * onednn.dtype().itemsize // 2
-    return {"kt_kernel": 2 * weights, "kt_kernel_repack": weights}.get(name, 0)
+    if name == "onednn":  # both directions
+        return weights * onednn.dtype().itemsize
+    if name.startswith("kt_kernel"):  # both directions, and what they are packed from meanwhile
+        return 3 * weights
+    return 0
