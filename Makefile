@@ -5,6 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 SETUP  ?= yes
 JOBS   ?= $(shell nproc)
+SOAK   ?= 1800
 
 # SETUP=no: nothing is installed; the current Python and the system's tools and libraries serve.
 ifeq ($(SETUP),no)
@@ -23,7 +24,7 @@ WITH_PACKAGE = PYTHONPATH="$(abspath $(BUILD))/python$${PYTHONPATH:+:$$PYTHONPAT
 SANITIZERS   = asan ubsan tsan
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-cpp test-python bench lint format clean $(SANITIZERS)
+.PHONY: help setup build demo test test-cpp test-python soak forks bench lint format clean $(SANITIZERS)
 
 help:
 	@echo "make demo     environment, build, then fine-tune a small MoE model, stock and through the engine"
@@ -32,6 +33,8 @@ help:
 	@echo "make bench    the benchmark table of docs/PERFORMANCE.md, on this host"
 	@echo "make lint     clang-format, clang-tidy, ruff, mypy            make format   rewrites what they can"
 	@echo "make asan, make ubsan, make tsan                              the C++ tests under that sanitizer"
+	@echo "make soak     trains random shapes for SOAK=$(SOAK) seconds and watches memory, descriptors, threads"
+	@echo "make forks    10,000 forks beside training"
 	@echo "make clean    removes $(BUILD)"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) BUILD=$(BUILD) SETUP=$(SETUP) JOBS=$(JOBS)"
 
@@ -57,6 +60,12 @@ test-cpp: build
 
 test-python: build
 	@$(WITH_PACKAGE) $(RUN_PYTHON) -m pytest -o cache_dir="$(abspath $(BUILD))/pytest_cache" $(ARGS)
+
+soak: build
+	@$(WITH_PACKAGE) $(RUN_PYTHON) -W ignore::DeprecationWarning scripts/soak $(SOAK)
+
+forks: build
+	@$(WITH_PACKAGE) MOESAIC_TEST_FORKS=10000 $(RUN_PYTHON) -m pytest -o cache_dir="$(abspath $(BUILD))/pytest_cache" -k forks tests/python/test_conditions.py
 
 bench: build
 	@$(WITH_PACKAGE) PYTHON="$(RUN_PYTHON)" scripts/bench $(ARGS)
