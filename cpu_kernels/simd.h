@@ -154,10 +154,10 @@ MOESAIC_INLINE F32x16 Exp(F32x16 x) {
   return Select(x > high, Broadcast(__builtin_inff()), p * scale);
 }
 
-/// 1 / (1 + e^-x), on AVX-512 with a relative error below 2^-18, a small part of what rounding its products to bf16 does, for half
-/// the instructions of full precision. 2^f on [0, 1) is a polynomial (error below 3e-6) that VSCALEFPS scales
-/// by a power of two, to 0 and infinity at the ends; VRCP14PS and a Newton step take the place of a division, which would cost as
-/// much as the rest. Elsewhere in full precision.
+/// 1 / (1 + e^-x), on AVX-512 with a relative error below 2^-18, a small part of what rounding its products to bf16 does, for
+/// half the instructions of full precision. 2^f on [0, 1) is a polynomial (error below 3e-6) that VSCALEFPS scales by a power
+/// of two, to 0 and infinity at the ends; VRCP14PS and a Newton step take the place of a division, which would cost as much as
+/// the rest. Elsewhere in full precision.
 MOESAIC_INLINE F32x16 Sigmoid(F32x16 x) {
 #if defined(__AVX512DQ__)
   __m512 t = (__m512)(x * -1.44269504088896341f);
@@ -214,8 +214,8 @@ inline void Transpose16x16(const BFloat16* in, BFloat16* out) {
 #endif
 }
 
-/// Interleaves rows (0, 1), (2, 3), ... of a stored tile: row p of `low` holds the pairs of rows 2p and 2p + 1 for columns 0..15,
-/// `high` for columns 16..31. This is the right factor of a product over the tile's rows.
+/// Interleaves rows (0, 1), (2, 3), ... of a stored tile: row p of `low` holds the pairs of rows 2p and 2p + 1 for columns
+/// 0..15, `high` for columns 16..31. This is the right factor of a product over the tile's rows.
 template <int kPairs>
 MOESAIC_INLINE void InterleaveRowPairs(const BFloat16* rows, BFloat16* low, BFloat16* high) {
   for (int p = 0; p < kPairs; ++p) {

@@ -12,7 +12,8 @@ namespace {
 
 template <class Cell>
 constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
-  return {name, runs_here, DirectGemm<Cell>, UnpackGemm<Cell>, GradientGemm<Cell>, PackRows, SwigluForward, SwigluBackward, MergeRows, Transpose};
+  return {name,     runs_here,     DirectGemm<Cell>, UnpackGemm<Cell>, GradientGemm<Cell>,
+          PackRows, SwigluForward, SwigluBackward,   MergeRows,        Transpose};
 }
 
 }  // namespace

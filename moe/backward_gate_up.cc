@@ -106,7 +106,8 @@ void BackwardPass::SumRows(Phase pack_phase, Phase phase, const Job& job, LoraMa
     gemm.c = LoraOf(job).gradient[m] + column;
     gemm.accumulate = job.previous >= 0;
     kernels.gradient_gemm(gemm);
-    range.AddWork(2.0 * job.rows * lora.rows(m) * static_cast<double>(std::min(count * kTileColumns, config.hidden_size - column)), 0);
+    range.AddWork(
+        2.0 * job.rows * lora.rows(m) * static_cast<double>(std::min(count * kTileColumns, config.hidden_size - column)), 0);
   }
 }
 
@@ -125,8 +126,7 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   }
   BFloat16* rows[kMaxChunkRows] = {};
   const std::int32_t* slots = Slots(job);
-  for (std::int64_t i = 0; i < job.rows; ++i)
-    rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * row_pitch();
+  for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * row_pitch();
   const Range columns = RangeOf(index, Cut::kHidden, part);
   UnpackGemmArgs gemm;
   gemm.segments = {segments.data(), with_lora ? std::size_t{4} : std::size_t{2}};

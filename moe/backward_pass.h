@@ -68,7 +68,7 @@ class BackwardPass : public Pass {
   const BackwardArgs& args_;
   RowSource hidden_;
   RowSource d_out_;
-  bool in_chunks_ = false;  ///< some expert's rows are in several jobs
+  bool in_chunks_ = false;                   ///< some expert's rows are in several jobs
   const std::uint8_t* slot_used_ = nullptr;  ///< [T * k]: 0 where the slot was skipped
 };
 
