@@ -19,13 +19,16 @@ struct GemmSegment {
   TileMatrix activations;
 };
 
-/// Weights that a GEMM brings to the L2 cache while it computes: those of the next call. Empty where data is null.
+/// What a GEMM brings to the L2 cache while it computes: weights of the next call, and `lines` cache lines from each of
+/// `others` on. Nothing where the pointers are null.
 struct PrefetchRange {
   TileMatrix weights;
   std::int64_t first_panel = 0;
   std::int64_t panels = 0;
   std::int64_t first_column = 0;
   std::int64_t columns = 0;
+  const BFloat16* others[2] = {};
+  std::int64_t lines = 0;
 };
 
 /// Direct form: the contraction runs along the columns of the weights.
@@ -75,10 +78,10 @@ struct GradientSegment {
 struct GradientGemmArgs {
   std::span<const GradientSegment> segments;
   std::int64_t first_panel = 0;
-  std::int64_t panels = 0;   ///< rows of C / 16
-  float* c = nullptr;        ///< [16 panels][ldc], 64-byte aligned rows; 16 * right.panels columns are written
-  std::int64_t ldc = 0;      ///< elements, a multiple of 16
-  bool accumulate = false;   ///< start from C instead of 0
+  std::int64_t panels = 0;  ///< rows of C / 16
+  float* c = nullptr;       ///< [16 panels][ldc], 64-byte aligned rows; 16 * right.panels columns are written
+  std::int64_t ldc = 0;     ///< elements, a multiple of 16
+  bool accumulate = false;  ///< start from C instead of 0
 };
 
 /// Rounds rows to bf16 and lays them out as tiles: value = row[c] * row_scale[r] * column_scale[c], in fp32, rounded once.
@@ -93,7 +96,7 @@ struct PackRowsArgs {
   TileMatrix stored;
   TileMatrix operand;
   TileMatrix pairs;
-  TileMatrix row_pairs;          ///< panels: columns / 16; columns: rows / 32, so `panels` is even
+  TileMatrix row_pairs;           ///< panels: columns / 16; columns: rows / 32, so `panels` is even
   std::int64_t first_panel = 0;   ///< where the rows go: row r to panel first_panel + r / 16
   std::int64_t panels = 0;        ///< panels to fill, the last ones with zeros
   std::int64_t first_column = 0;  ///< the range of tile columns to fill

@@ -31,7 +31,7 @@ const CacheSizes& HostCaches() {
 std::int64_t ChunkRows(std::int64_t hidden, std::int64_t intermediate) {
   constexpr std::int64_t kMiB = std::int64_t{1} << 20;
   const std::int64_t row_bytes = 6 * hidden + 10 * intermediate;
-  const std::int64_t most = 6 * kMiB / row_bytes / 32 * 32, least = 22 * kMiB / row_bytes / 32 * 32;
+  const std::int64_t most = 13 * kMiB / 2 / row_bytes / 32 * 32, least = 22 * kMiB / row_bytes / 32 * 32;
   return std::clamp<std::int64_t>(most, std::clamp<std::int64_t>(least, 32, 128), kMaxChunkRows);
 }
 

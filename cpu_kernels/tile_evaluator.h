@@ -24,7 +24,7 @@ const CacheSizes& HostCaches();
 inline constexpr std::int64_t kMaxChunkRows = 384;
 
 /// Rows of an expert that are computed together, at most: a multiple of 32 in [32, kMaxChunkRows]. LoRA gradients add up chunk
-/// after chunk. As many as keep a chunk's activations in about 6 MiB, so that every thread can have one in flight; but 128,
+/// after chunk. As many as keep a chunk's activations in about 6.5 MiB, so that every thread can have one in flight; but 128,
 /// below which the weights would be read from memory more often than arithmetic can hide, as long as those take at most 22 MiB.
 std::int64_t ChunkRows(std::int64_t hidden, std::int64_t intermediate);
 

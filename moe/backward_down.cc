@@ -137,10 +137,19 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   for (std::int64_t block = blocks.begin; block < blocks.end; ++block) {
     gemm.first_panel = 2 * block;
     gemm.panels = std::min<std::int64_t>(2, down.panels - gemm.first_panel);
+    // G and U of this block come from memory, and are read as soon as the product is there.
+    const std::int64_t saved_offset = job.begin * inner + block * kTileColumns * job.rows;
+    const BFloat16* saved_gate = args_.saved->gate + saved_offset;
+    const BFloat16* saved_up = args_.saved->up + saved_offset;
     gemm.prefetch = {};
+    gemm.prefetch.others[0] = saved_gate;
+    gemm.prefetch.others[1] = saved_up;
+    gemm.prefetch.lines = CeilDiv(kPanelRows * gemm.panels * job.rows, kTileColumns);
     if (block + 1 < blocks.end) {
-      const std::int64_t next = gemm.first_panel + 2;
-      gemm.prefetch = {down, next, std::min<std::int64_t>(2, down.panels - next), 0, down.columns};
+      gemm.prefetch.weights = down;
+      gemm.prefetch.first_panel = gemm.first_panel + 2;
+      gemm.prefetch.panels = std::min<std::int64_t>(2, down.panels - gemm.prefetch.first_panel);
+      gemm.prefetch.columns = down.columns;
     }
     {
       PhaseRange parent(Phase::kBackwardDown);
@@ -161,8 +170,8 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
       swiglu.ld = gemm.ldc;
       swiglu.tokens = job.rows;
       swiglu.rows = std::min(kTileColumns, inner - block * kTileColumns);
-      swiglu.saved_gate = args_.saved->gate + job.begin * inner + block * kTileColumns * job.rows;
-      swiglu.saved_up = args_.saved->up + job.begin * inner + block * kTileColumns * job.rows;
+      swiglu.saved_gate = saved_gate;
+      swiglu.saved_up = saved_up;
       swiglu.routing_weight = routing_weights;
       swiglu.d_weight = d_weight;
       swiglu.block = block;

@@ -41,24 +41,31 @@ class Prefetcher {
  public:
   Prefetcher(const PrefetchRange& range, std::int64_t steps)
       : range_(range), lines_per_step_(0), panel_(0), column_(0), line_(nullptr), end_(nullptr) {
-    if (range.weights.data == nullptr || steps <= 0) return;
-    const std::int64_t lines = range.panels * range.columns * (kTileElements / 32);
-    lines_per_step_ = static_cast<int>(CeilDiv(lines, steps));
+    if (range.weights.data == nullptr) panel_ = range.panels;
+    const std::int64_t lines = (range.panels - panel_) * range.columns * (kTileElements / kLine) + 2 * range.lines;
+    if (steps > 0) lines_per_step_ = static_cast<int>(CeilDiv(lines, steps));
   }
 
   MOESAIC_INLINE void Step() {
     for (int i = 0; i < lines_per_step_; ++i) {
       if (line_ == end_ && !NextRun()) return;
       __builtin_prefetch(line_, 0, 2);
-      line_ += 32;
+      line_ += kLine;
     }
   }
 
  private:
+  static constexpr std::int64_t kLine = 32;  // elements
+
   [[gnu::noinline]] bool NextRun() {
     if (panel_ == range_.panels) {
-      lines_per_step_ = 0;
-      return false;
+      if (other_ == 2 || range_.lines == 0) {
+        lines_per_step_ = 0;
+        return false;
+      }
+      line_ = range_.others[other_++];
+      end_ = line_ + range_.lines * kLine;
+      return true;
     }
     TileRun run = range_.weights.RunAlongPanel(range_.first_panel + panel_, range_.first_column + column_);
     if (run.stride != kTileElements) run.length = 1;
@@ -77,6 +84,7 @@ class Prefetcher {
   int lines_per_step_;
   std::int64_t panel_;
   std::int64_t column_;
+  int other_ = 0;
   const BFloat16* line_;
   const BFloat16* end_;
 };
@@ -181,19 +189,18 @@ struct NothingAside {
 };
 
 /// Lays one tile column of the weights of all segments out as two panels of right tiles, `low` for its columns 0..15 and `high`
-/// for 16..31, in units of a quarter of a tile, `per_step` of them at each step; and prefetches a column further on.
+/// for 16..31, in units of a quarter of a tile, a few at each step, and prefetches the tile column after it. (A share of the
+/// next two, four or eight columns instead, to read memory in longer runs, was no faster at any number of rows.)
 class ColumnUnpacker {
  public:
   static constexpr int kUnits = 4;  ///< of a tile
-  static constexpr std::int64_t kAhead = 2;
 
   /// @param column  of the weights; at or beyond `end` there is nothing to do
   ColumnUnpacker(const UnpackGemmArgs& args, std::int64_t column, std::int64_t end, std::int64_t depth, std::int64_t steps,
                  BFloat16* right)
-      : segments_(args.segments), column_(column), low_(right), high_(right + depth * kTileElements) {
+      : args_(args), column_(column), end_(end), low_(right), high_(right + depth * kTileElements) {
     units_left_ = column < end ? 2 * depth * kUnits : 0;
     units_per_1024_steps_ = CeilDiv(1024 * units_left_, steps > 0 ? steps : 1);
-    prefetch_ = column + kAhead < end;
   }
 
   MOESAIC_INLINE void Step() {
@@ -225,35 +232,34 @@ class ColumnUnpacker {
 
   [[gnu::noinline]] void NextTile() {
     alignas(64) static constexpr BFloat16 kZeros[kTileElements] = {};
-    while (panel_ >= RoundUp(segments_[segment_].weights.panels, 2)) {
+    while (panel_ >= RoundUp(args_.segments[segment_].weights.panels, 2)) {
       ++segment_;
       panel_ = 0;
     }
-    const TileMatrix& weights = segments_[segment_].weights;
+    const TileMatrix& weights = args_.segments[segment_].weights;
     ahead_ = nullptr;
     tile_ = kZeros;
     if (panel_ < weights.panels) {
       tile_ = WeightTile(weights, panel_, column_, decoded_);
-      if (prefetch_ && weights.codec == nullptr) ahead_ = weights.Tile(panel_, column_ + kAhead);
+      if (column_ + 1 < end_ && weights.codec == nullptr) ahead_ = weights.Tile(panel_, column_ + 1);
     }
     ++panel_;
   }
 
-  std::span<const GemmSegment> segments_;
-  std::int64_t column_;
+  const UnpackGemmArgs& args_;
+  std::int64_t column_, end_;
   BFloat16* low_;
   BFloat16* high_;
   std::int64_t units_left_, units_per_1024_steps_, credit_ = 0, unit_ = 0;
   std::size_t segment_ = 0;
   std::int64_t panel_ = 0;
-  bool prefetch_;
   const BFloat16* tile_ = nullptr;
   const BFloat16* ahead_ = nullptr;
   alignas(64) BFloat16 decoded_[kTileElements];
 };
 
-/// Rows of a cell's result, rounded to bf16, to where the caller wants them. A whole line goes past the caches, where the rows of
-/// all experts do not fit.
+/// Rows of a cell's result, rounded to bf16, to where the caller wants them. A whole line goes past the caches, where the rows
+/// of all experts do not fit.
 inline void StoreRows(const float* c, std::int64_t ldc, int rows, int columns, BFloat16* const* out, std::int64_t first) {
   for (int i = 0; i < rows; ++i, c += ldc) {
     if (out[i] == nullptr) continue;
