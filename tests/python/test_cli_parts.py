@@ -9,7 +9,7 @@ import torch
 import fake_kt_kernel
 import moesaic
 from moesaic import _core
-from moesaic.commands import layer_case, layer_reference, measure, sweep
+from moesaic.commands import kt_peer, layer_case, layer_reference, measure, sweep
 from moesaic.commands.layer_bench import Point
 from moesaic.commands.layer_case import LayerShape, Routing, Work, parse_routing, route
 from moesaic.commands.layer_data import make_adapter, make_batch, make_weights, overlapping_weights
@@ -171,6 +171,7 @@ def test_large_layers_are_checked_on_fewer_tokens():
 def kt_kernel(monkeypatch):
     """A stand-in for kt-kernel, whose training classes need AVX512-BF16."""
     monkeypatch.setitem(sys.modules, "kt_kernel", fake_kt_kernel)
+    monkeypatch.setattr(kt_peer, "_threads", None)
     fake_kt_kernel.KTMoEWrapper.made.clear()
 
 
@@ -212,6 +213,10 @@ def test_kt_kernel_where_it_cannot_run(kt_kernel, monkeypatch):
     batch = make_batch(shape, 5, Routing("uniform"), generator(3))
     with pytest.raises(UnavailableError, match="rank 0"):
         PEERS["kt_kernel"](batch, weights, None)
+    monkeypatch.setattr(kt_peer, "_threads", 4000)
+    with pytest.raises(UnavailableError, match="4000 threads"):
+        PEERS["kt_kernel"](batch, weights, adapter)
+    monkeypatch.setattr(kt_peer, "_threads", None)
 
     def refuse(**arguments):
         raise RuntimeError("AMX SFT backend not available.\nPlease recompile")

@@ -18,6 +18,9 @@ from moesaic.commands.variants import UnavailableError, Variant
 
 _METHOD = "AMXBF16_SFT"
 
+# kt-kernel makes its threads once a process, with the first layer, and keeps them whatever later layers ask for.
+_threads: int | None = None
+
 
 class KtKernel(Variant):
     """One layer of kt-kernel, with a second, transposed copy of the weights that stays in memory."""
@@ -38,6 +41,7 @@ class KtKernel(Variant):
         if adapter.gate_up.scale != adapter.down.scale:
             raise UnavailableError("kt-kernel has one scale for all adapters of a layer")
         make = _wrapper_class()
+        _claim_threads(torch.get_num_threads())
         try:
             self._wrapper = make(
                 layer_idx=0,
@@ -109,6 +113,13 @@ def _wrapper_class() -> Any:
     except Exception as error:  # whatever its search for a variant of this host ends in
         raise UnavailableError(f"kt-kernel does not load here: {_first_line(error)}") from error
     return KTMoEWrapper
+
+
+def _claim_threads(threads: int) -> None:
+    global _threads
+    if _threads not in (None, threads):
+        raise UnavailableError(f"kt-kernel has {_threads} threads for the life of the process; {threads} are asked for")
+    _threads = threads
 
 
 def _numa_pools(intermediate: int) -> int:
