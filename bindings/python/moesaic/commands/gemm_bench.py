@@ -64,6 +64,7 @@ def add_parser(benches: Any) -> None:
         help="name,form,rows,columns,contraction (default: a list)",
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="only shapes whose name or form has this text")
+    parser.add_argument("--tier", metavar="NAME", help="only this tier of kernels (default: all that run here)")
     parser.add_argument("--reps", type=options.positive, default=_REPS, metavar="R", help=f"calls (default {_REPS})")
     parser.add_argument(
         "--stream", action="store_true", help="read the weights from memory in each call, not from a cache"
@@ -81,8 +82,12 @@ def run(args: argparse.Namespace) -> int:
     shapes = [shape for shape in read_shapes(args.shapes) if args.only in shape.name or args.only in shape.form]
     if not shapes:
         raise UsageError(f"argument --only: no shape in {args.shapes} has '{args.only}' in its name or form")
+    tiers = [(number, name) for number, name in runnable_tiers() if args.tier in (None, name)]
+    if not tiers:
+        runnable = ", ".join(name for _, name in runnable_tiers())
+        raise UsageError(f"argument --tier: '{args.tier}' is none of those that run here: {runnable}")
     with stdout_for_json(args.json):
-        document = measure(shapes, args.reps, args.stream, options.progress())
+        document = measure(shapes, tiers, args.reps, args.stream, options.progress())
     if args.json:
         print_json(document)
     else:
@@ -120,8 +125,14 @@ def read_shapes(path: Path) -> list[Shape]:
     return shapes
 
 
-def measure(shapes: Sequence[Shape], reps: int, stream: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measures every shape on one thread and returns the document that --json prints."""
+def measure(
+    shapes: Sequence[Shape],
+    tiers: Sequence[tuple[int, str]],
+    reps: int,
+    stream: bool,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measures every shape on one thread and returns the document that --json prints. `tiers`: of runnable_tiers()."""
     import torch
 
     from moesaic import _core
@@ -133,7 +144,7 @@ def measure(shapes: Sequence[Shape], reps: int, stream: bool, progress: Callable
         results = []
         for i, shape in enumerate(shapes):
             progress(f"{i + 1} of {len(shapes)}: {shape.name}, {shape.form}, {shape.rows} rows")
-            results.append(_measure_shape(shape, reps, stream))
+            results.append(_measure_shape(shape, tiers, reps, stream))
     finally:
         torch.set_num_threads(threads)
     reason = onednn.unavailable()
@@ -163,7 +174,7 @@ def runnable_tiers() -> list[tuple[int, str]]:
     ]
 
 
-def _measure_shape(shape: Shape, reps: int, stream: bool) -> dict[str, Any]:
+def _measure_shape(shape: Shape, tiers: Sequence[tuple[int, str]], reps: int, stream: bool) -> dict[str, Any]:
     import torch
 
     from moesaic import _core
@@ -182,7 +193,7 @@ def _measure_shape(shape: Shape, reps: int, stream: bool) -> dict[str, Any]:
 
     calls: dict[str, Callable[[int], list[float]]] = {}
     errors: dict[str, float] = {}
-    for number, name in runnable_tiers():
+    for number, name in tiers:
         probe = _core.GemmProbe(number, shape.form, x, weights, copies)
         calls[name] = probe.measure
         probe.measure(1)
