@@ -87,6 +87,8 @@ bool HostRunsAmxBf16() {
   return runs;
 }
 
+void FinishStores() { __builtin_ia32_sfence(); }
+
 std::span<const KernelTier* const> KernelTiers() { return kTiers; }
 
 const KernelTier& ChosenKernels() {

@@ -153,6 +153,45 @@ struct MergeRowsArgs {
   std::int64_t out_stride = 1;
 };
 
+/// Vectors of up to 16 neighbours become columns of stored tiles: a matrix whose rows lie side by side, or matrices whose
+/// elements do. In each step s, for x < 16 and columns j < 32, rounded once:
+///   out[x][s * out_step + StoredPosition(j)] = columns[j][s * step[j] + x]     zero where x >= width or columns[j] is null
+struct PackColumnsArgs {
+  const void* columns[kTileColumns] = {};
+  std::int64_t step[kTileColumns] = {};  ///< elements
+  DType dtype = DType::kFloat32;         ///< fp32 or bf16
+  std::int64_t width = 16;               ///< values in a vector; no more are read
+  std::int64_t steps = 1;
+  BFloat16* out[kPanelRows] = {};  ///< tile rows, 64-byte aligned; null: dropped
+  std::int64_t out_step = 0;       ///< elements, a multiple of 32
+};
+
+/// The way back, out of up to 16 rows of fp32. In each step s, for x < width and j < count:
+///   out[s * out_step + j * column_stride + x] = rows[x][s * row_step + j]     zero where rows[x] is null
+/// Whole cache lines of fp32 are written past the caches: FinishStores() comes before another thread may read them.
+struct StoreColumnsArgs {
+  const float* rows[16] = {};
+  std::int64_t row_step = 0;
+  std::int64_t count = 0;
+  std::int64_t width = 16;
+  std::int64_t steps = 1;
+  void* out = nullptr;
+  DType dtype = DType::kFloat32;   ///< fp32 or bf16 (rounded)
+  std::int64_t column_stride = 0;  ///< elements
+  std::int64_t out_step = 0;
+};
+
+/// out[i * out_stride + j] = in[i * ld + j], with zeros where `in` is null; past the caches as in StoreColumnsArgs.
+struct StoreRowsArgs {
+  const float* in = nullptr;
+  std::int64_t ld = 0;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  void* out = nullptr;
+  DType dtype = DType::kFloat32;  ///< fp32 or bf16 (rounded)
+  std::int64_t out_stride = 0;    ///< elements
+};
+
 /// out[j * out_stride + i] = rows[i][j] for 16 x 16 floats; a null row reads as zeros.
 using TransposeFunction = void (*)(const float* const* rows, float* out, std::int64_t out_stride);
 
@@ -168,7 +207,13 @@ struct KernelTier {
   void (*swiglu_backward)(const SwigluBackwardArgs&);
   void (*merge_rows)(const MergeRowsArgs&);
   TransposeFunction transpose;
+  void (*pack_columns)(const PackColumnsArgs&);
+  void (*store_columns)(const StoreColumnsArgs&);
+  void (*store_rows)(const StoreRowsArgs&);
 };
+
+/// Makes what this thread wrote past the caches visible before all that it writes next.
+void FinishStores();
 
 /// Every tier of this build, best first; the last runs everywhere. Selection, tests and benchmarks all walk this list.
 std::span<const KernelTier* const> KernelTiers();

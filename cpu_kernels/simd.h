@@ -21,6 +21,29 @@ using I32x16 = std::int32_t __attribute__((vector_size(64)));
 using U32x16 = std::uint32_t __attribute__((vector_size(64)));
 using U16x16 = std::uint16_t __attribute__((vector_size(32)));
 
+#if !defined(__AVX512BF16__)
+#if defined(__AVX2__)
+inline constexpr int kNativeLanes = 8;
+#else
+inline constexpr int kNativeLanes = 4;
+#endif
+using NativeF32 = float __attribute__((vector_size(4 * kNativeLanes)));
+using NativeU32 = std::uint32_t __attribute__((vector_size(4 * kNativeLanes)));
+using NativeU16 = std::uint16_t __attribute__((vector_size(2 * kNativeLanes)));
+
+/// Some floats rounded to bf16, as the high halves of dwords; the low halves hold rubbish. In vectors of the machine's own
+/// width: of longer ones GCC compares the elements one by one.
+MOESAIC_INLINE NativeU32 RoundToHigh(const float* p) {
+  NativeF32 v;
+  NativeU32 bits;
+  std::memcpy(&v, p, sizeof(v));
+  std::memcpy(&bits, p, sizeof(bits));
+  const NativeU32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  const auto is_nan = (NativeU32)(v != v);
+  return (rounded & ~is_nan) | ((bits | 0x400000u) & is_nan);
+}
+#endif
+
 MOESAIC_INLINE F32x16 LoadF32(const float* p) {
   F32x16 v;
   std::memcpy(&v, p, sizeof(v));
@@ -49,12 +72,14 @@ MOESAIC_INLINE U16x16 NarrowToBf16(F32x16 v) {
 #if defined(__AVX512BF16__)
   return (U16x16)_mm512_cvtneps_pbh((__m512)v);
 #else
-  U32x16 bits;
-  std::memcpy(&bits, &v, sizeof(bits));
-  const U32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const U32x16 quiet = (bits >> 16) | 0x40u;
-  const U32x16 is_nan = (U32x16)(v != v);
-  return __builtin_convertvector((rounded & ~is_nan) | (quiet & is_nan), U16x16);
+  float values[16];
+  U16x16 result;
+  std::memcpy(values, &v, sizeof(values));
+  for (int i = 0; i < 16; i += kNativeLanes) {
+    const auto narrow = __builtin_convertvector(RoundToHigh(values + i) >> 16, NativeU16);
+    std::memcpy(reinterpret_cast<char*>(&result) + 2 * i, &narrow, sizeof(narrow));
+  }
+  return result;
 #endif
 }
 
@@ -64,6 +89,22 @@ MOESAIC_INLINE void StoreBf16(BFloat16* p, F32x16 v) {
 }
 
 /// The first n < 16 lanes; the others read as zero, and are not touched in memory.
+MOESAIC_INLINE F32x16 LoadF32Part(const float* p, std::int64_t n) {
+#if defined(__AVX512F__)
+  return (F32x16)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
+#else
+  F32x16 v{};
+  std::memcpy(&v, p, static_cast<std::size_t>(n) * sizeof(float));
+  return v;
+#endif
+}
+MOESAIC_INLINE void StoreF32Part(float* p, F32x16 v, std::int64_t n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), (__m512)v);
+#else
+  std::memcpy(p, &v, static_cast<std::size_t>(n) * sizeof(float));
+#endif
+}
 MOESAIC_INLINE F32x16 LoadBf16Part(const BFloat16* p, std::int64_t n) {
   U16x16 bits{};
   std::memcpy(&bits, p, static_cast<std::size_t>(n) * sizeof(BFloat16));
@@ -177,6 +218,30 @@ MOESAIC_INLINE F32x16 Sigmoid(F32x16 x) {
 #endif
 }
 
+#if !defined(__AVX512F__)
+using U32x8 = std::uint32_t __attribute__((vector_size(32)));
+
+/// columns[j][i] = rows[i][j] for 8 x 8 dwords in rows of 64 bytes.
+MOESAIC_INLINE void LoadTransposed(const BFloat16* rows, U32x8 (&columns)[8]) {
+  U32x8 r[8], t[8];
+  for (int i = 0; i < 8; ++i) std::memcpy(&r[i], rows + 32 * i, sizeof(r[i]));
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    t[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    for (int k = 0; k < 2; ++k) {
+      r[i + 2 * k] = __builtin_shufflevector(t[i + k], t[i + 2 + k], 0, 1, 8, 9, 4, 5, 12, 13);
+      r[i + 2 * k + 1] = __builtin_shufflevector(t[i + k], t[i + 2 + k], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    columns[i] = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    columns[i + 4] = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+}
+#endif
+
 /// Transposes 16 x 16 dwords: out[j][i] = in[i][j]; rows are 64 bytes apart in both, and in == out is allowed.
 inline void Transpose16x16(const BFloat16* in, BFloat16* out) {
 #if defined(__AVX512F__)
@@ -205,12 +270,17 @@ inline void Transpose16x16(const BFloat16* in, BFloat16* out) {
     _mm512_storeu_si512(out + 32 * (12 + i), _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd));
   }
 #else
-  std::uint32_t source[16][16], target[16][16];
-  std::memcpy(source, in, sizeof(source));
-  for (int i = 0; i < 16; ++i) {
-    for (int j = 0; j < 16; ++j) target[j][i] = source[i][j];
+  for (int i = 0; i < 16; i += 8) {
+    for (int j = 0; j <= i; j += 8) {
+      U32x8 block[8], mirrored[8];
+      LoadTransposed(in + 32 * i + 2 * j, block);
+      LoadTransposed(in + 32 * j + 2 * i, mirrored);
+      for (int k = 0; k < 8; ++k) {
+        std::memcpy(out + 32 * (j + k) + 2 * i, &block[k], sizeof(block[k]));
+        std::memcpy(out + 32 * (i + k) + 2 * j, &mirrored[k], sizeof(mirrored[k]));
+      }
+    }
   }
-  std::memcpy(out, target, sizeof(target));
 #endif
 }
 

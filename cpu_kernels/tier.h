@@ -3,7 +3,9 @@
 #pragma once
 
 #include "cpu_kernels/elementwise/merge_rows.h"
+#include "cpu_kernels/elementwise/pack_columns.h"
 #include "cpu_kernels/elementwise/pack_rows.h"
+#include "cpu_kernels/elementwise/store.h"
 #include "cpu_kernels/elementwise/swiglu.h"
 #include "cpu_kernels/gemm/tile_gemm.h"
 #include "cpu_kernels/kernels.h"
@@ -12,8 +14,8 @@ namespace {
 
 template <class Cell>
 constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
-  return {name,     runs_here,     DirectGemm<Cell>, UnpackGemm<Cell>, GradientGemm<Cell>,
-          PackRows, SwigluForward, SwigluBackward,   MergeRows,        Transpose};
+  return {name,           runs_here, DirectGemm<Cell>, UnpackGemm<Cell>, GradientGemm<Cell>, PackRows, SwigluForward,
+          SwigluBackward, MergeRows, Transpose,        PackColumns,      StoreColumns,       StoreRows};
 }
 
 }  // namespace

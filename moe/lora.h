@@ -12,7 +12,8 @@
 // Scales are not part of them: they are folded into the rank-wide intermediates while those are fp32.
 //
 // The parameters are read anew in every call, in any strides. PEFT keeps B rank-major, with the experts innermost: neighbouring
-// experts share cache lines. So adapters are packed, and gradients written, for a group of 16 experts at a time.
+// experts share cache lines. So adapters are packed, and gradients written, for a group of 16 experts at a time, along whatever
+// lies side by side in memory (lora_copy.cc).
 #pragma once
 
 #include <array>
@@ -67,12 +68,20 @@ class LoraCall {
   /// Carves an expert's matrices (and gradients) out of memory of that size.
   ExpertLora Bind(void* matrices, void* gradients) const;
 
-  /// Packs one matrix of several experts of a group.
-  void Pack(LoraMatrix m, std::span<const std::int64_t> experts, std::span<const ExpertLora> targets) const;
+  /// A matrix is packed, and its gradient written, in strips of eight tiles along its longer side.
+  struct Strips {
+    std::int64_t begin, end;
+  };
+  std::int64_t strips(LoraMatrix m) const;
+  /// Strips that together are worth a task, for a group of so many experts.
+  std::int64_t StripsPerTask(LoraMatrix m, std::int64_t experts) const;
 
-  /// Writes the gradients of one matrix for experts first .. first + sources.size() - 1; an entry without rows (its gradient
-  /// pointer null) gets zeros.
-  void WriteGradients(LoraMatrix m, std::int64_t first_expert, std::span<const ExpertLora> sources) const;
+  /// Packs strips of one matrix for experts first_expert .. first_expert + targets.size() - 1, at most kLoraGroup; an expert
+  /// whose entry has no memory is passed over.
+  void Pack(LoraMatrix m, const Strips& strips, std::int64_t first_expert, std::span<const ExpertLora> targets) const;
+
+  /// Writes strips of the gradients of one matrix for the same experts; where an entry has none, zeros.
+  void WriteGradients(LoraMatrix m, const Strips& strips, std::int64_t first_expert, std::span<const ExpertLora> sources) const;
 
  private:
   /// Part of a packed matrix that one parameter covers; strides in elements of (expert, row, column).
@@ -81,6 +90,12 @@ class LoraCall {
     DType dtype;
     std::int64_t expert_stride, row_stride, column_stride;
     std::int64_t row, column, rows, columns;
+
+    /// Element (i, j) of the whole matrix, of one expert.
+    void* At(std::int64_t expert, std::int64_t i, std::int64_t j) const {
+      const std::int64_t offset = expert * expert_stride + (i - row) * row_stride + (j - column) * column_stride;
+      return static_cast<char*>(data) + offset * SizeOf(dtype);
+    }
   };
   struct Pieces {
     std::int64_t rows = 0;
@@ -89,18 +104,49 @@ class LoraCall {
     std::vector<Piece> gradients;
   };
 
+  /// What lies side by side in memory.
+  enum class Axis { kColumns, kRows, kExperts, kNone };
+  Axis AxisOf(const Piece& piece) const;
+  /// The axis along which all parameters of a matrix can be packed.
+  Axis PackingAxis(const Pieces& pieces) const;
+
+  /// Panels and tile columns of a matrix.
+  struct Tiles {
+    std::int64_t first_panel, end_panel, first_column, end_column;
+  };
+  Tiles TilesOf(LoraMatrix m, const Strips& strips) const;
+
   /// A tile of fp32, and the part of it that a piece covers (rows and columns of the whole matrix).
   using Tile = float[kPanelRows][kTileColumns];
   struct Block {
     std::int64_t row, column, rows, columns;
   };
+  static Block Intersect(const Piece& piece, const Tiles& tiles);
 
-  /// Where all rows of the matrix lie contiguously in the parameters, they are packed from there. False: they do not.
-  bool PackRowsInPlace(LoraMatrix m, std::span<const std::int64_t> experts, std::span<const ExpertLora> targets) const;
-  /// One block of a piece for each expert into its dense tile.
-  void LoadBlock(const Piece& piece, const Block& block, std::span<const std::int64_t> experts, Tile* dense) const;
-  /// Gradients of a piece whose experts lie side by side. False: they do not.
-  bool WriteTransposed(LoraMatrix m, const Piece& piece, std::int64_t first_expert, std::span<const ExpertLora> sources) const;
+  struct PackCall {
+    LoraMatrix m;
+    Tiles tiles;
+    std::int64_t first_expert;
+    std::span<const ExpertLora> targets;
+  };
+  void PackAlongRows(const PackCall& call) const;
+  void PackAcrossRows(const PackCall& call) const;
+  void PackAcrossExperts(const PackCall& call) const;
+  /// Any strides: through dense tiles of fp32, element by element.
+  void PackScattered(const PackCall& call) const;
+  static void LoadScattered(const Piece& piece, const Block& block, const PackCall& call, Tile* dense);
+
+  struct WriteCall {
+    LoraMatrix m;
+    Block block;
+    std::int64_t ld;
+    std::int64_t first_expert;
+    std::span<const ExpertLora> sources;
+  };
+  static void WriteAlongRows(const Piece& piece, const WriteCall& call);
+  static void WriteAcrossRows(const Piece& piece, const WriteCall& call);
+  static void WriteAcrossExperts(const Piece& piece, const WriteCall& call);
+  static void WriteScattered(const Piece& piece, const WriteCall& call);
 
   void AddPair(const LoraPair& pair, const LoraPairGrad* gradient, bool gate, bool up);
   void AddDown(const LoraPair& pair, const LoraPairGrad* gradient);

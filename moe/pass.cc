@@ -14,6 +14,10 @@ constexpr std::int64_t kBlocksPerUnit = kIntermediateUnit / kTileColumns;
 /// Large buffers are whole huge pages: jobs, adapters, and those that grow with T.
 constexpr std::int64_t kRounding = std::int64_t{12} << 20;
 
+/// From one expert's adapters to the next: not a multiple of 4 KB, so that the same element of all experts of a group, which
+/// are written and read together, does not lie in one cache set.
+std::int64_t ExpertPitch(std::int64_t bytes) { return bytes == 0 ? 0 : RoundUp(bytes, 4096) + 64; }
+
 }  // namespace
 
 RowSource MakeRowSource(const TensorView& tensor, AlignedBuffer& copy) {
@@ -50,7 +54,7 @@ Pass::Pass(Phase direction, const LayerConfig& config_, const PackedWeights& wei
 
 void Pass::Plan() {
   jobs = BuildJobs(config, routing);
-  const std::int64_t expert_bytes = lora.expert_bytes() + lora.gradient_bytes() + 128;
+  const std::int64_t expert_bytes = ExpertPitch(lora.expert_bytes()) + ExpertPitch(lora.gradient_bytes());
   // Several groups in flight, so that one can be packed or written while others compute.
   lora_group_ = kLoraGroup;
   while (lora_group_ > 1 && 4 * lora_group_ * expert_bytes > LoraBudget(threads)) lora_group_ /= 2;
@@ -109,7 +113,7 @@ std::int64_t Pass::StageScratchBytes() const {
 
 /// Experts with rows take consecutive places in the ring; a group's places are freed when its gradients are written.
 std::int64_t Pass::BindLora() {
-  const std::int64_t bytes = RoundUp(lora.expert_bytes(), 64), sums = RoundUp(lora.gradient_bytes(), 64);
+  const std::int64_t bytes = ExpertPitch(lora.expert_bytes()), sums = ExpertPitch(lora.gradient_bytes());
   const std::int64_t group_bytes = lora_group_ * (bytes + sums);
   const auto count = static_cast<std::int64_t>(groups.size());
   group_slots_ = std::clamp<std::int64_t>(LoraBudget(threads) / std::max<std::int64_t>(group_bytes, 1), 1, count);
@@ -166,23 +170,39 @@ Phase Pass::LoraPhase(LoraMatrix m) const {
   return down ? Phase::kD4LoraGrad : m == kLoraBUp ? Phase::kGU3LoraPassUp : Phase::kGU3LoraPassGate;
 }
 
+Pass::LoraPart Pass::LoraPartOf(std::int64_t index) const {
+  const auto m = static_cast<LoraMatrix>(TaskIndex::Part(index) % kNumLoraMatrices);
+  const std::int64_t step = lora.StripsPerTask(m, lora_group_), begin = TaskIndex::Part(index) / kNumLoraMatrices * step;
+  const std::int64_t first = groups[TaskIndex::Job(index)].first_expert;
+  const std::int64_t count = std::min(lora_group_, config.num_experts - first);
+  const std::span<const ExpertLora> all(expert_lora_);
+  return {m, {begin, std::min(begin + step, lora.strips(m))}, first, all.subspan(first, count)};
+}
+
 void Pass::PackTask(void* pass, std::int64_t index, int) {
   const Pass& self = *static_cast<const Pass*>(pass);
-  const PhaseRange range(self.LoraPhase(static_cast<LoraMatrix>(TaskIndex::Part(index))));
-  const JobGroup& group = self.groups[TaskIndex::Job(index)];
-  std::vector<ExpertLora> targets;
-  for (std::int64_t expert : group.experts) targets.push_back(self.expert_lora_[expert]);
-  self.lora.Pack(static_cast<LoraMatrix>(TaskIndex::Part(index)), group.experts, targets);
+  const LoraPart part = self.LoraPartOf(index);
+  const PhaseRange range(self.LoraPhase(part.matrix));
+  self.lora.Pack(part.matrix, part.strips, part.first_expert, part.experts);
 }
 
 void Pass::WriteTask(void* pass, std::int64_t index, int) {
   const Pass& self = *static_cast<const Pass*>(pass);
-  const PhaseRange range(self.LoraPhase(static_cast<LoraMatrix>(TaskIndex::Part(index))));
-  const std::int64_t first = self.groups[TaskIndex::Job(index)].first_expert;
-  const std::int64_t last = std::min(first + self.lora_group_, self.config.num_experts);
-  const std::span<const ExpertLora> all(self.expert_lora_);
-  self.lora.WriteGradients(static_cast<LoraMatrix>(TaskIndex::Part(index)), first,
-                           all.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(last - first)));
+  const LoraPart part = self.LoraPartOf(index);
+  const PhaseRange range(self.LoraPhase(part.matrix));
+  self.lora.WriteGradients(part.matrix, part.strips, part.first_expert, part.experts);
+}
+
+void Pass::AddLoraTasks(TaskFunction function, std::int64_t group, TaskId after, std::vector<TaskId>& tasks) {
+  for (int i = 0; i < kNumLoraMatrices; ++i) {
+    const auto m = static_cast<LoraMatrix>(i);
+    if (function == WriteTask && !lora.wants(m)) continue;
+    const std::int64_t parts = CeilDiv(lora.strips(m), lora.StripsPerTask(m, lora_group_));
+    for (std::int64_t part = 0; part < parts; ++part) {
+      tasks.push_back(graph.Add(function, this, TaskIndex::Encode(group, part * kNumLoraMatrices + m)));
+      if (after >= 0) graph.AddEdge(after, tasks.back());
+    }
+  }
 }
 
 TaskId Pass::Join(std::span<const TaskId> tasks) {
@@ -245,11 +265,7 @@ TaskId Pass::AddJobs(void* context, std::span<const Stage> stages) {
     TaskId packed = -1;
     if (pack && group.jobs > 0) {
       std::vector<TaskId> tasks;
-      for (int m = 0; m < kNumLoraMatrices; ++m) {
-        if (lora.rows(static_cast<LoraMatrix>(m)) == 0) continue;
-        tasks.push_back(graph.Add(PackTask, this, TaskIndex::Encode(g_index, m)));
-        if (slot_free >= 0) graph.AddEdge(slot_free, tasks.back());
-      }
+      AddLoraTasks(PackTask, g_index, slot_free, tasks);
       packed = Join(tasks);
     }
     std::vector<TaskId> ends;
@@ -265,11 +281,7 @@ TaskId Pass::AddJobs(void* context, std::span<const Stage> stages) {
     if (write) {
       const TaskId computed = ends.empty() ? -1 : Join(ends);
       ends.clear();
-      for (int m = 0; m < kNumLoraMatrices; ++m) {
-        if (!lora.wants(static_cast<LoraMatrix>(m))) continue;
-        ends.push_back(graph.Add(WriteTask, this, TaskIndex::Encode(g_index, m)));
-        if (computed >= 0) graph.AddEdge(computed, ends.back());
-      }
+      AddLoraTasks(WriteTask, g_index, computed, ends);
     }
     all.push_back(Join(ends));
     if (group.jobs > 0) slot_free = all.back();

@@ -138,6 +138,15 @@ class Pass {
   Phase LoraPhase(LoraMatrix m) const;
   static void BeginJob(void* pass, std::int64_t job, int worker);
   static void EndJob(void* pass, std::int64_t job, int worker);
+  /// Adds the tasks that pack the adapters of a group, or write their gradients: some strips of one matrix each.
+  void AddLoraTasks(TaskFunction function, std::int64_t group, TaskId after, std::vector<TaskId>& tasks);
+  struct LoraPart {
+    LoraMatrix matrix;
+    LoraCall::Strips strips;
+    std::int64_t first_expert;
+    std::span<const ExpertLora> experts;  ///< of the group
+  };
+  LoraPart LoraPartOf(std::int64_t index) const;
   static void PackTask(void* pass, std::int64_t index, int worker);
   static void WriteTask(void* pass, std::int64_t index, int worker);
 

@@ -8,6 +8,19 @@ namespace {
 
 using namespace moesaic;
 
+/// 32 values in order, rounded.
+MOESAIC_INLINE void NarrowTileRow(const float* from, BFloat16* out) {
+#if defined(__AVX512BF16__)
+  const U16x32 row = NarrowBoth(LoadF32(from), LoadF32(from + 16));
+  std::memcpy(out, &row, sizeof(row));
+#else
+  for (int i = 0; i < kTileColumns; i += kNativeLanes) {
+    const auto narrow = __builtin_convertvector(RoundToHigh(from + i) >> 16, NativeU16);
+    std::memcpy(out + i, &narrow, sizeof(narrow));
+  }
+#endif
+}
+
 /// 32 columns of one row, scaled and rounded, in order.
 MOESAIC_INLINE void LoadTileRow(const PackRowsArgs& args, std::int64_t row, std::int64_t column, BFloat16* out) {
   const void* source = args.rows[row];
@@ -25,6 +38,10 @@ MOESAIC_INLINE void LoadTileRow(const PackRowsArgs& args, std::int64_t row, std:
       std::memset(out, 0, kTileColumns * sizeof(BFloat16));
       std::memcpy(out, from, static_cast<std::size_t>(n) * sizeof(BFloat16));
     }
+    return;
+  }
+  if (args.dtype == DType::kFloat32 && !scaled && n == kTileColumns) {
+    NarrowTileRow(static_cast<const float*>(source) + column, out);
     return;
   }
   float values[kTileColumns] = {};
@@ -48,12 +65,11 @@ MOESAIC_INLINE void LoadTileRow(const PackRowsArgs& args, std::int64_t row, std:
 
 /// The permutation of a stored tile's row: 8-byte groups 0..7 go to 0, 2, 4, 6, 1, 3, 5, 7.
 MOESAIC_INLINE void PermuteTileRow(const BFloat16* in, BFloat16* out) {
-  std::uint64_t from[8], to[8];
-  std::memcpy(from, in, sizeof(from));
-  for (int i = 0; i < 4; ++i) {
-    to[2 * i] = from[i];
-    to[2 * i + 1] = from[4 + i];
-  }
+  using U64x4 = std::uint64_t __attribute__((vector_size(32)));
+  U64x4 half[2], to[2];
+  std::memcpy(half, in, sizeof(half));
+  to[0] = __builtin_shufflevector(half[0], half[1], 0, 4, 1, 5);
+  to[1] = __builtin_shufflevector(half[0], half[1], 2, 6, 3, 7);
   std::memcpy(out, to, sizeof(to));
 }
 

@@ -260,7 +260,7 @@ class ColumnUnpacker {
 
 /// Rows of a cell's result, rounded to bf16, to where the caller wants them. A whole line goes past the caches, where the rows
 /// of all experts do not fit.
-inline void StoreRows(const float* c, std::int64_t ldc, int rows, int columns, BFloat16* const* out, std::int64_t first) {
+inline void ScatterRows(const float* c, std::int64_t ldc, int rows, int columns, BFloat16* const* out, std::int64_t first) {
   for (int i = 0; i < rows; ++i, c += ldc) {
     if (out[i] == nullptr) continue;
     BFloat16* destination = out[i] + first;
@@ -296,7 +296,7 @@ void UnpackedColumn(const UnpackGemmArgs& args, std::int64_t column, std::int64_
     } else {
       alignas(64) float c[Cell::kMaxA * kPanelRows * kTileColumns];
       Compute<Cell>(na, 2, runs, count, c, kTileColumns, false, aside);
-      StoreRows(c, kTileColumns, na * 16, 32, args.rows + p * kPanelRows, (args.first_column + column) * kTileColumns);
+      ScatterRows(c, kTileColumns, na * 16, 32, args.rows + p * kPanelRows, (args.first_column + column) * kTileColumns);
     }
   }
 }
