@@ -47,8 +47,10 @@ void Release(void* data) {
 }  // namespace
 
 // What C code asks for. (Not counted as alive: std::free, which returns it, is not replaced.)
+// NOLINTBEGIN(bugprone-reserved-identifier, readability-identifier-naming): glibc's names of what is replaced below
 extern "C" void* __libc_malloc(std::size_t bytes);
 extern "C" void* __libc_calloc(std::size_t count, std::size_t bytes);
+// NOLINTEND(bugprone-reserved-identifier, readability-identifier-naming)
 extern "C" void* malloc(std::size_t bytes) noexcept { return Fails() ? nullptr : __libc_malloc(bytes); }
 extern "C" void* calloc(std::size_t count, std::size_t bytes) noexcept {
   return Fails() ? nullptr : __libc_calloc(count, bytes);

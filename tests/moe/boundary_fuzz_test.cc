@@ -43,7 +43,7 @@ class Spoiler {
       case 4:
         view.data = nullptr;
         break;
-      case 5:
+      default:
         view.stride[dim] = 0;  // an expanded tensor: legal to read
         break;
     }
@@ -58,7 +58,7 @@ class Spoiler {
 
 int NumCalls() {
   const char* text = std::getenv("MOESAIC_TEST_CALLS");
-  return text != nullptr ? std::atoi(text) : 1000;
+  return text != nullptr ? static_cast<int>(std::strtol(text, nullptr, 10)) : 1000;
 }
 
 TEST(BoundaryFuzz, SpoiltArguments) {

@@ -19,7 +19,7 @@ namespace {
 
 int NumGraphs() {
   const char* text = std::getenv("MOESAIC_TEST_GRAPHS");
-  return text != nullptr ? std::atoi(text) : 10000;
+  return text != nullptr ? static_cast<int>(std::strtol(text, nullptr, 10)) : 10000;
 }
 
 struct Failure {
