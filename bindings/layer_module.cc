@@ -1,6 +1,7 @@
 #include "bindings/layer_module.h"
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -14,6 +15,7 @@
 #include "bindings/tensor.h"
 #include "bindings/unlocked.h"
 #include "moe/layer.h"
+#include "profiling/calls.h"
 #include "threadpool/pool.h"
 
 namespace py = pybind11;
@@ -125,6 +127,7 @@ class Layer {
 
   py::tuple Forward(const py::object& hidden, const py::object& ids, const py::object& weights, const py::tuple& lora_tensors,
                     const py::tuple& lora_layout, bool save) const {
+    profiling::CallTimer timer(profiling::CallKind::kForward, number_);
     moe::ForwardArgs args;
     args.hidden = ViewOf(hidden, {"hidden"}, kActivationTypes);
     args.ids = ViewOf(ids, {"top_k_ids"}, kIdTypes);
@@ -146,7 +149,9 @@ class Layer {
     }
     {
       const Unlocked unlocked;
+      timer.EngineBegins();
       layer_->Forward(args, threadpool::Pool::Default());
+      timer.EngineEnds(args.hidden.shape[0], threadpool::Pool::Default().num_threads());
     }
     return py::make_tuple(out.ToTorch(), state.ToTorch());
   }
@@ -155,6 +160,7 @@ class Layer {
   py::tuple Backward(const py::object& state, const py::object& hidden, const py::object& weights,
                      const py::tuple& lora_tensors, const py::tuple& lora_layout, const py::object& d_out,
                      const py::tuple& needs) const {
+    profiling::CallTimer timer(profiling::CallKind::kBackward, number_);
     moe::BackwardArgs args;
     args.hidden = ViewOf(hidden, {"hidden"}, kActivationTypes);
     args.weights = ViewOf(weights, {"top_k_weights"}, kActivationTypes);
@@ -199,7 +205,9 @@ class Layer {
     args.d_lora = d_adapters;
     {
       const Unlocked unlocked;
+      timer.EngineBegins();
       layer_->Backward(args, threadpool::Pool::Default());
+      timer.EngineEnds(args.hidden.shape[0], threadpool::Pool::Default().num_threads());
     }
     py::tuple d_tensors(d_lora.size());
     for (std::size_t n = 0; n < d_lora.size(); ++n) d_tensors[n] = d_lora[n].ToTorch();
@@ -215,6 +223,10 @@ class Layer {
 
  private:
   std::unique_ptr<moe::ExpertsLayer> layer_;
+  int number_ = [] {  // the layer's name in profiles: how many were made before it
+    static std::atomic<int> made{0};
+    return made.fetch_add(1, std::memory_order_relaxed);
+  }();
 };
 
 }  // namespace

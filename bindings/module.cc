@@ -11,11 +11,11 @@
 #include "bindings/arena.h"
 #include "bindings/bench_bindings.h"
 #include "bindings/layer_module.h"
+#include "bindings/profiling_bindings.h"
 #include "bindings/tensor.h"
 #include "bindings/unlocked.h"
 #include "cpu_kernels/isa.h"
 #include "moe/workspace.h"
-#include "profiling/range.h"
 #include "threadpool/pool.h"
 
 namespace py = pybind11;
@@ -40,22 +40,6 @@ py::dict TierToDict(const IsaTier& tier) {
   row["permitted"] = tier.permitted;
   row["compiled"] = tier.compiled;
   row["chosen"] = tier.chosen;
-  return row;
-}
-
-py::dict RangeToDict(const profiling::RangeStats& stats) {
-  py::dict row;
-  row["name"] = stats.name;
-  row["category"] = stats.category;
-  row["calls"] = stats.calls;
-  row["thread_ns"] = stats.thread_ns;
-  row["min_thread_ns"] = stats.min_thread_ns;
-  row["max_thread_ns"] = stats.max_thread_ns;
-  row["span_ns"] = stats.span_ns;
-  row["threads"] = stats.threads;
-  row["flops"] = stats.flops;
-  row["bytes"] = stats.bytes;
-  row["apportioned"] = stats.apportioned;
   return row;
 }
 
@@ -90,13 +74,6 @@ void BindHost(py::module_& module) {
   module.def(
       "verify_isa", [](const std::string& name) { return VerifyIsa(name); }, py::arg("name"), py::call_guard<Unlocked>());
   module.def("cpu_name", [] { return CpuName(); });
-}
-
-void BindProfiling(py::module_& module) {
-  module.def("set_timers_enabled", &profiling::SetTimersEnabled, py::arg("enabled"));
-  module.def("timers_enabled", &profiling::TimersEnabled);
-  module.def("reset_timers", &profiling::Reset);
-  module.def("timers_snapshot", [] { return ToList(profiling::Snapshot(), RangeToDict); });
 }
 
 void BindMemory(py::module_& module) {

@@ -20,3 +20,9 @@ file(WRITE ${tree}/moesaic-${PROJECT_VERSION}.dist-info/METADATA
 file(WRITE ${tree}/moesaic-${PROJECT_VERSION}.dist-info/entry_points.txt "[console_scripts]\nmoesaic = moesaic.cli:main\n")
 
 set_target_properties(_core PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${tree}/moesaic)
+# Libraries that `moesaic profile` loads into other programs lie beside the module.
+foreach(library moesaic_nvtx_collector moesaic_os_shim)
+  if(TARGET ${library})
+    set_target_properties(${library} PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${tree}/moesaic)
+  endif()
+endforeach()

@@ -4,6 +4,7 @@
 #include <array>
 
 #include "moe/pass.h"
+#include "profiling/trace.h"
 
 namespace moesaic::moe {
 
@@ -41,7 +42,10 @@ class BackwardPass : public Pass {
   static BackwardPass& Self(void* context) { return *static_cast<BackwardPass*>(context); }
   template <void (BackwardPass::*kStage)(std::int64_t job, std::int64_t part)>
   static void Task(void* context, std::int64_t index, int) {
-    (Self(context).*kStage)(TaskIndex::Job(index), TaskIndex::Part(index));
+    BackwardPass& pass = Self(context);
+    const Job& job = pass.jobs[TaskIndex::Job(index)];
+    const profiling::TaskScope scope(job.expert, job.rows);
+    (pass.*kStage)(TaskIndex::Job(index), TaskIndex::Part(index));
   }
 
   BackwardBuffers BuffersOf(std::int64_t job) const;

@@ -7,6 +7,8 @@
 #include "cpu_kernels/tensor_access.h"
 #include "moe/pass.h"
 #include "moe/phases.h"
+#include "profiling/calls.h"
+#include "profiling/trace.h"
 
 namespace moesaic::moe {
 namespace {
@@ -68,6 +70,7 @@ class ForwardPass : public Pass {
       for (std::int64_t j = 0; j < top_k; ++j) slot_weights_[t * top_k + j] = LoadFloat(args_.weights, t, j);
     }
     Plan();
+    profiling::NoteJobs(static_cast<std::int64_t>(jobs.size()));
   }
 
   void AllocateAndBuild() {
@@ -76,11 +79,10 @@ class ForwardPass : public Pass {
     ForwardBuffers measure;
     Allocate(measure.Bind(nullptr, most_rows, config, lora));
     const std::array stages = {
-        Stage{[](void* self, std::int64_t i, int) { Self(self).PackInput(TaskIndex::Job(i)); }, Cut::kWhole},
-        Stage{[](void* self, std::int64_t i, int) { Self(self).GateUp(TaskIndex::Job(i), TaskIndex::Part(i)); },
-              Cut::kIntermediate},
-        Stage{[](void* self, std::int64_t i, int) { Self(self).DownLora(TaskIndex::Job(i)); }, Cut::kWhole},
-        Stage{[](void* self, std::int64_t i, int) { Self(self).Down(TaskIndex::Job(i), TaskIndex::Part(i)); }, Cut::kHidden},
+        Stage{Task<&ForwardPass::PackInput>, Cut::kWhole},
+        Stage{Task<&ForwardPass::GateUp>, Cut::kIntermediate},
+        Stage{Task<&ForwardPass::DownLora>, Cut::kWhole},
+        Stage{Task<&ForwardPass::Down>, Cut::kHidden},
     };
     const TaskId computed = AddJobs(this, stages);
     for (std::int64_t t = 0; t < tokens; t += blocking.tokens_per_merge) {
@@ -90,6 +92,14 @@ class ForwardPass : public Pass {
 
   static ForwardPass& Self(void* context) { return *static_cast<ForwardPass*>(context); }
 
+  template <void (ForwardPass::*kStage)(std::int64_t job, std::int64_t part)>
+  static void Task(void* context, std::int64_t index, int) {
+    ForwardPass& pass = Self(context);
+    const Job& job = pass.jobs[TaskIndex::Job(index)];
+    const profiling::TaskScope scope(job.expert, job.rows);
+    (pass.*kStage)(TaskIndex::Job(index), TaskIndex::Part(index));
+  }
+
   ForwardBuffers BuffersOf(std::int64_t job) const {
     ForwardBuffers buffers;
     buffers.Bind(JobMemory(job), RoundUp(jobs[job].rows, kTileColumns), config, lora);
@@ -97,7 +107,7 @@ class ForwardPass : public Pass {
   }
 
   /// X_e as pairs, and s X_e A^T of gate and up.
-  void PackInput(std::int64_t index) {
+  void PackInput(std::int64_t index, std::int64_t) {
     const Job& job = jobs[index];
     const ForwardBuffers buffers = BuffersOf(index);
     const void* rows[kMaxChunkRows];
@@ -211,7 +221,7 @@ class ForwardPass : public Pass {
   }
 
   /// V = s Z A_d^T.
-  void DownLora(std::int64_t index) {
+  void DownLora(std::int64_t index, std::int64_t) {
     if (lora.down_rank() == 0) return;
     PhaseRange range(Phase::kDownLora);
     const Job& job = jobs[index];

@@ -1,7 +1,10 @@
 #include "profiling/nvtx.h"
 
 #include <nvtx3/nvToolsExt.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #include <cstdint>
+#include <cstdio>
 #include <map>
 #include <mutex>
 
@@ -47,8 +50,23 @@ const Event* MakeEvent(const std::string& name, const std::string& category) {
   return event;
 }
 
-void Push(const Event& event) { nvtxDomainRangePushEx(domain, &event.attributes); }
+void Push(const Event& event, TaskScope::Subject subject) {
+  if (subject.expert < 0) {
+    nvtxDomainRangePushEx(domain, &event.attributes);
+    return;
+  }
+  nvtxEventAttributes_t attributes = event.attributes;
+  attributes.payloadType = NVTX_PAYLOAD_TYPE_UNSIGNED_INT64;
+  attributes.payload.ullValue = static_cast<std::uint64_t>(subject.expert) << 32 | static_cast<std::uint32_t>(subject.rows);
+  nvtxDomainRangePushEx(domain, &attributes);
+}
 
 void Pop() { nvtxDomainRangePop(domain); }
+
+void NameThread(int lane) noexcept {
+  char name[32];
+  std::snprintf(name, sizeof name, "moesaic worker %d", lane);
+  nvtxNameOsThreadA(static_cast<std::uint32_t>(syscall(SYS_gettid)), name);
+}
 
 }  // namespace moesaic::profiling::nvtx

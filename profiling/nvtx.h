@@ -6,6 +6,8 @@
 #include <atomic>
 #include <string>
 
+#include "profiling/trace.h"
+
 namespace moesaic::profiling::nvtx {
 
 /// What a range pushes; made once for each registered range and kept for the life of the process.
@@ -32,8 +34,12 @@ inline bool Active() {
 /// Only where Active(). Throws std::bad_alloc.
 const Event* MakeEvent(const std::string& name, const std::string& category);
 
-/// Only where Active(). Pushes and pops on the calling thread nest.
-void Push(const Event& event);
+/// Only where Active(). Pushes and pops on the calling thread nest. The payload of a range inside a task is
+/// expert << 32 | rows.
+void Push(const Event& event, TaskScope::Subject subject);
 void Pop();
+
+/// Only where Active(): the calling thread is "moesaic worker <lane>" from now on.
+void NameThread(int lane) noexcept;
 
 }  // namespace moesaic::profiling::nvtx

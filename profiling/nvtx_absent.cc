@@ -13,8 +13,10 @@ const Event* MakeEvent(const std::string& /*name*/, const std::string& /*categor
   throw std::logic_error("built without NVTX");
 }
 
-void Push(const Event& /*event*/) {}
+void Push(const Event& /*event*/, TaskScope::Subject /*subject*/) {}
 
 void Pop() {}
+
+void NameThread(int /*lane*/) noexcept {}
 
 }  // namespace moesaic::profiling::nvtx

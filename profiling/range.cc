@@ -6,7 +6,6 @@
 #include <array>
 #include <atomic>
 #include <cassert>
-#include <chrono>
 #include <limits>
 #include <map>
 #include <memory>
@@ -14,7 +13,10 @@
 #include <stdexcept>
 #include <utility>
 
+#include "profiling/calls.h"
+#include "profiling/clock.h"
 #include "profiling/nvtx.h"
+#include "profiling/trace.h"
 
 namespace moesaic::profiling {
 namespace {
@@ -23,10 +25,6 @@ namespace {
 // for.
 constexpr RangeId kMaxRanges = 4096;
 constexpr RangeId kChunk = 64;
-
-std::int64_t Now() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // What one thread spent in one range. Written by its thread alone, read by Snapshot() at any time: hence atomics, and plain
 // loads and stores instead of locked additions.
@@ -207,7 +205,7 @@ void PushEvent(RangeId id) {
       entry.event.store(event, std::memory_order_release);
     }
   }
-  nvtx::Push(*event);
+  nvtx::Push(*event, TaskScope::Current());
 }
 
 }  // namespace
@@ -235,6 +233,7 @@ void SetTimersEnabled(bool enabled) { timers_enabled.store(enabled, std::memory_
 bool TimersEnabled() { return timers_enabled.load(std::memory_order_relaxed); }
 
 void Reset() {
+  ResetCalls();
   Registry& registry = Registry::Get();
   const std::lock_guard lock(registry.mutex);
   // Slots of an earlier epoch count for nothing; their threads empty them when they next use them.
@@ -300,18 +299,34 @@ Range::~Range() {
     if (start_ns_ >= current_epoch.load(std::memory_order_relaxed)) {
       double total = flops_;
       for (int i = 0; i < shares_; ++i) total += shared_[i].flops;
+      // On the time line, shares follow the range's own part, so that a trace adds up to what the timers say.
       std::int64_t left = end_ns - start_ns_;
       for (int i = 0; i < shares_ && total > 0; ++i) {
         const auto part = static_cast<std::int64_t>(static_cast<double>(end_ns - start_ns_) * (shared_[i].flops / total));
         Count(shared_[i].id, end_ns, part);
+        Trace(shared_[i].id, start_ns_ + left - part, start_ns_ + left, shared_[i].flops, shared_[i].bytes);
         left -= part;
       }
       Count(id_, end_ns, left);
+      Trace(id_, start_ns_, start_ns_ + left, flops_, bytes_);
     }
   }
   if (nvtx::Active()) {
     nvtx::Pop();
   }
+}
+
+void Range::Trace(RangeId id, std::int64_t begin_ns, std::int64_t end_ns, double flops, double bytes) {
+  if (!TraceEnabled()) return;
+  const TaskScope::Subject subject = TaskScope::Current();
+  Record({.begin_ns = begin_ns,
+          .end_ns = end_ns,
+          .flops = flops,
+          .bytes = bytes,
+          .id = id,
+          .expert = subject.expert,
+          .rows = subject.rows,
+          .kind = EventKind::kRange});
 }
 
 void Range::Count(RangeId id, std::int64_t end_ns, std::int64_t thread_ns) {
@@ -334,6 +349,7 @@ void Range::AddWork(double flops, double bytes) {
     return;
   }
   flops_ += flops;
+  bytes_ += bytes;
   if (Slot* slot = OwnSlot(id_, start_ns_)) {
     Add(slot->flops, flops);
     Add(slot->bytes, bytes);
@@ -345,7 +361,7 @@ void Range::Share(RangeId other, double flops, double bytes) {
     return;
   }
   assert(shares_ < 3);
-  shared_[shares_++] = {other, flops};
+  shared_[shares_++] = {other, flops, bytes};
   if (Slot* slot = OwnSlot(other, start_ns_)) {
     Add(slot->flops, flops);
     Add(slot->bytes, bytes);

@@ -35,6 +35,7 @@ struct RangeStats {
 /// Timers are off until switched on; NVTX ranges are always emitted and cost a predicted branch without a tool.
 void SetTimersEnabled(bool enabled);
 bool TimersEnabled();
+/// Everything to zero, what calls.h counts too; a trace goes on.
 void Reset();
 std::vector<RangeStats> Snapshot();  ///< every registered range, in the order of registration
 
@@ -57,12 +58,15 @@ class Range {
   struct Shared {
     RangeId id;
     double flops;
+    double bytes;
   };
   void Count(RangeId id, std::int64_t end_ns, std::int64_t thread_ns);
+  static void Trace(RangeId id, std::int64_t begin_ns, std::int64_t end_ns, double flops, double bytes);
 
   RangeId id_;
   std::int64_t start_ns_;
   double flops_ = 0;
+  double bytes_ = 0;
   int shares_ = 0;
   Shared shared_[3];
 };

@@ -50,7 +50,8 @@ class Deque {
     return top_.compare_exchange_strong(top, top + 1, std::memory_order_seq_cst) ? task : kNone;
   }
 
-  /// Any thread; may be out of date at once.
+  /// Any thread; both may be out of date at once.
+  std::int64_t size() const { return bottom_.load(std::memory_order_relaxed) - top_.load(std::memory_order_relaxed); }
   bool empty() const { return top_.load(std::memory_order_seq_cst) >= bottom_.load(std::memory_order_seq_cst); }
 
  private:

@@ -1,6 +1,10 @@
 #include "threadpool/executor.h"
 
 #include <algorithm>
+#include <limits>
+
+#include "profiling/calls.h"
+#include "profiling/range.h"
 
 namespace moesaic::threadpool {
 namespace {
@@ -21,6 +25,36 @@ int WorkerFrame::WorkerOf(const void* pool) {
 }
 
 Executor::Executor(const void* pool, int lanes, bool yield) : pool_(pool), yield_(yield), lanes_(lanes), nodes_(lanes) {}
+
+void Executor::StartClock() {
+  const bool was_timed = timed_;
+  timed_ = profiling::TimersEnabled();
+  if (!timed_ && !was_timed) return;
+  for (Lane& lane : lanes_) lane.clock.Restart(timed_);
+  clock_start_ns_ = profiling::Now();
+}
+
+void Executor::StopClock() {
+  if (!timed_) return;
+  profiling::PoolTotals run;
+  run.runs = 1;
+  run.tasks = job_.size();
+  run.wall_ns = profiling::Now() - clock_start_ns_;
+  run.lane_ns = run.wall_ns * lanes();
+  run.least_busy_ns = std::numeric_limits<std::int64_t>::max();
+  for (const Lane& lane : lanes_) {
+    const std::int64_t busy = lane.clock.ns(LaneClock::kBusy);
+    run.busy_ns += busy;
+    run.least_busy_ns = std::min(run.least_busy_ns, busy);
+    run.most_busy_ns = std::max(run.most_busy_ns, busy);
+    run.stealing_ns += lane.clock.ns(LaneClock::kStealing);
+    run.waiting_ns += lane.clock.ns(LaneClock::kWaiting);
+    run.steals += lane.clock.steals();
+    run.parks += lane.clock.parks();
+  }
+  run.parked_ns = run.lane_ns - run.busy_ns - run.stealing_ns - run.waiting_ns;
+  profiling::AddPoolRun(run);
+}
 
 void Executor::Start(bool helpers_stay) {
   helpers_stay_ = helpers_stay;
@@ -69,13 +103,20 @@ void Executor::RunUntilDone(int lane, int worker) {
   Spin spin(yield_);
   for (;;) {
     Work(lane, worker);
-    if (Done()) return;
+    LaneClock& clock = lanes_[lane].clock;
+    if (Done()) {
+      clock.Enter(LaneClock::kAway);
+      return;
+    }
+    clock.Enter(LaneClock::kWaiting);
     num_searching_.fetch_add(1, std::memory_order_seq_cst);
     spin.Restart();
     while (!Done() && !HasWork()) {
       if (spin.Once()) continue;
       num_searching_.fetch_sub(1, std::memory_order_seq_cst);
+      clock.Enter(LaneClock::kParked);
       Park(lane, [this] { return Done() || HasWork(); });
+      clock.Enter(LaneClock::kWaiting);
       num_searching_.fetch_add(1, std::memory_order_seq_cst);
       spin.Restart();
     }
@@ -105,6 +146,7 @@ void Executor::Help(int lane) {
   if (open_.load(std::memory_order_seq_cst) != 0) {
     WakeFor(lane, end_root_.load(std::memory_order_relaxed) - next_root_.load(std::memory_order_relaxed) - 1);
     Work(lane, lane);
+    lanes_[lane].clock.Enter(LaneClock::kAway);
   }
   if (inside.exchange(0, std::memory_order_seq_cst) == 2) FutexWake(inside, 1);
 }
@@ -117,7 +159,9 @@ void Executor::Stop() {
 void Executor::Work(int index, int worker) {
   const WorkerFrame frame(pool_, worker);
   Lane& lane = lanes_[index];
+  if (timed_) profiling::SetThreadLane(index);
   if (job_.is_range()) {
+    lane.clock.Enter(LaneClock::kBusy);
     const std::int64_t end = job_.size();
     while (next_root_.load(std::memory_order_relaxed) < end) {
       const std::int64_t begin = next_root_.fetch_add(chunk_, std::memory_order_seq_cst);
@@ -129,7 +173,11 @@ void Executor::Work(int index, int worker) {
     ReportEnded(lane);
     return;
   }
-  for (TaskId task; (task = NextTask(index)) != Deque::kNone;) {
+  for (;;) {
+    lane.clock.Enter(LaneClock::kStealing);
+    TaskId task = NextTask(index);
+    if (task == Deque::kNone) return;
+    lane.clock.Enter(LaneClock::kBusy);
     while (task != Deque::kNone) task = Execute(index, task, worker);
   }
 }
@@ -162,6 +210,7 @@ TaskId Executor::Steal(int index) {
       if (victim == index || (nodes_[victim].load(std::memory_order_relaxed) == node) != near) continue;
       const TaskId task = lanes_[victim].deque.Steal();
       if (task == Deque::kNone) continue;
+      lane.clock.Stole(victim);
       if (!lanes_[victim].deque.empty()) WakeFor(index, 1);
       return task;
     }
@@ -186,7 +235,9 @@ TaskId Executor::Execute(int index, TaskId task, int worker) {
       ++pushed;
     }
   });
-  if (pushed != 0) WakeFor(index, pushed);
+  if (pushed == 0) return next;
+  lane.clock.Queued(lane.deque.size());
+  WakeFor(index, pushed);
   return next;
 }
 

@@ -9,6 +9,7 @@
 #include "threadpool/deque.h"
 #include "threadpool/futex.h"
 #include "threadpool/job.h"
+#include "threadpool/lane_clock.h"
 
 namespace moesaic::threadpool {
 
@@ -49,6 +50,10 @@ class Executor {
   int lanes() const { return static_cast<int>(lanes_.size()); }
   Job& job() { return job_; }
 
+  /// Around a run from outside, while timers are on: where the time of every lane goes (profiling/calls.h).
+  void StartClock();
+  void StopClock();
+
   /// Makes the prepared job visible. `helpers_stay`: every lane calls RunUntilDone() and must be woken at the end.
   void Start(bool helpers_stay);
   /// Lets helpers in, and wakes the first of them.
@@ -78,6 +83,7 @@ class Executor {
     // The lane's own.
     alignas(64) std::int64_t ended = 0;
     std::uint32_t victim = 0;
+    LaneClock clock;
   };
 
   void Work(int lane, int worker);
@@ -104,6 +110,8 @@ class Executor {
   Job job_;
   std::int64_t chunk_ = 1;
   bool helpers_stay_ = false;
+  bool timed_ = false;
+  std::int64_t clock_start_ns_ = 0;
   std::unique_ptr<std::atomic<TaskId>[]> queue_;  // each task is pushed at most once, so that this is never full
   std::int64_t queue_capacity_ = 0;
 

@@ -95,6 +95,7 @@ class Pool::Impl : public ForkListener {
     Executor& executor = Team();
     Job& job = executor.job();
     prepare(job);
+    executor.StartClock();
     if (executor.lanes() == 1 || job.size() == 1) {
       executor.Start(false);
       executor.RunUntilDone(0, 0);
@@ -109,6 +110,7 @@ class Pool::Impl : public ForkListener {
       executor.RunUntilDone(0, 0);
       executor.CloseToHelpers();
     }
+    executor.StopClock();
     job.RethrowFailure();
   }
 

@@ -30,6 +30,43 @@ class RangeStats(TypedDict):
     bytes: float
     apportioned: bool
 
+class PoolTotals(TypedDict):
+    """Sums over runs of the pool; busy + stealing + waiting + parked = lane_ns."""
+
+    runs: int
+    tasks: int
+    steals: int
+    parks: int
+    wall_ns: int
+    lane_ns: int
+    busy_ns: int
+    stealing_ns: int
+    waiting_ns: int
+    parked_ns: int
+    least_busy_ns: int
+    most_busy_ns: int
+
+class CallRecord(TypedDict):
+    kind: str
+    first: bool
+    layer: int
+    threads: int
+    tokens: int
+    jobs: int
+    begin_ns: int
+    engine_begin_ns: int
+    engine_end_ns: int
+    end_ns: int
+    pool: PoolTotals
+
+class ThreadTrace(TypedDict):
+    os_id: int
+    lane: int
+    name: str
+    dropped: int
+    events: list[tuple[int, int, int, int, int, int, float, float]]
+    """(kind, begin_ns, end_ns, id, expert, rows, flops, bytes); see profiling/trace.h."""
+
 class Layer:
     """Tensors are on the CPU. LoRA tensors come flat, ``(a, b, a, b, ...)``; the layout says what each pair is."""
 
@@ -80,6 +117,14 @@ def set_timers_enabled(enabled: bool) -> None: ...
 def timers_enabled() -> bool: ...
 def reset_timers() -> None: ...
 def timers_snapshot() -> list[RangeStats]: ...
+def pool_snapshot() -> PoolTotals: ...
+def mark_entry() -> None: ...
+def calls() -> tuple[list[CallRecord], int]: ...
+def start_trace(capacity: int = 65536) -> None: ...
+def stop_trace() -> None: ...
+def trace_enabled() -> bool: ...
+def read_trace() -> list[ThreadTrace]: ...
+def clock_ns() -> int: ...
 def memory_stats() -> MemoryStats: ...
 def trim_memory() -> int: ...
 

@@ -40,6 +40,7 @@ class _MoeExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _core.mark_entry()
         needs = ctx.needs_input_grad
         if d_out is None:
             return (None,) * len(needs)
@@ -96,6 +97,7 @@ def moe_experts(
         TypeError, ValueError: an argument has the wrong type, shape, dtype or ids; the message names it.
         MemoryError: memory cannot be had.
     """
+    _core.mark_entry()
     if not isinstance(layer, ExpertsLayer):
         raise TypeError(f"layer is a {type(layer).__name__}; expected a moesaic.ExpertsLayer")
     lora_tensors, lora_layout = lora_on_cpu(lora)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from moesaic.commands import bench, doctor
+from moesaic.commands import bench, doctor, profile
 from moesaic.commands.output import CommandError, UsageError
 
 
@@ -28,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     doctor.add_parser(commands)
     bench.add_parser(commands)
+    profile.add_parser(commands)
     return parser
 
 

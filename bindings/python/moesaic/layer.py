@@ -148,6 +148,7 @@ class ExpertsLayer:
             TypeError, ValueError: an argument has the wrong type, shape, dtype or ids; the message names it.
             MemoryError: memory cannot be had.
         """
+        _core.mark_entry()
         lora_tensors, lora_layout = lora_on_cpu(lora)
         cpu_hidden = on_cpu(hidden, "hidden")
         cpu_weights = on_cpu(top_k_weights, "top_k_weights")
@@ -169,6 +170,7 @@ class ExpertsLayer:
             TypeError, ValueError: an argument has the wrong type, shape or dtype; the message names it.
             MemoryError: memory cannot be had.
         """
+        _core.mark_entry()
         if not isinstance(saved, Saved):
             raise TypeError(f"saved is a {type(saved).__name__}; expected what forward(..., save=True) returned")
         d_hidden, d_weights, d_lora = self._core.backward(

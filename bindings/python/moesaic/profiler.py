@@ -6,11 +6,16 @@ import atexit
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TypedDict
+from typing import Any, TypedDict
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moesaic import _core
+from moesaic.profiles import document as doc
+from moesaic.profiles.system import difference, system_counts
 
 __all__ = ["Phase", "Profile", "profile"]
 
@@ -35,94 +40,236 @@ class Phase(TypedDict):
     bytes: float
     apportioned: bool
     """Part of the time was measured together with a phase that is fused with this one, and divided by flops."""
+    gflops: float | None
+    """Rate on all threads together, as if they did nothing else; None where no work is counted."""
+    gbps: float | None
+    fraction_of_ceiling: float | None
+    """The larger of both, over what the host can do; None while that has not been measured."""
 
 
 class Profile:
-    """A context manager that measures what the engine does inside it, on all threads of the process."""
+    """A context manager that measures what the engine does inside it, on all threads of the process.
 
-    def __init__(self) -> None:
+    Args:
+        trace: also record single events: a time line of the second step (of the first, where there is one alone).
+
+    A step ends with each `step()` of a torch optimizer, and with `Profile.step`.
+    """
+
+    def __init__(self, trace: bool = False) -> None:
+        self._trace = trace
         self._nested = False
         self._base: dict[tuple[str, str], _core.RangeStats] = {}
-        self._rows: list[Phase] | None = None
-        self._began = 0.0
-        self._wall_ms = 0.0
+        self._document: doc.Document | None = None
+        self._ceiling: dict[str, float] | None = None
+        self._steps: list[dict[str, Any]] = []
+        self._mark: dict[str, Any] = {}
+        self._first_mark: dict[str, Any] = {}
+        self._kept_trace: list[_core.ThreadTrace] = []
+        self._traced_ms: tuple[float, float] | None = None
+        self._hook: Callable[[], None] | None = None
+        self._began_ns = 0
 
     def __enter__(self) -> Profile:
         self._nested = _core.timers_enabled()
-        self._rows = None
+        self._document, self._steps, self._base = None, [], {}
         if self._nested:
             # The outer profile goes on counting, so what is there already is taken off at the end.
             self._base = {(row["name"], row["category"]): row for row in _core.timers_snapshot()}
         else:
-            self._base = {}
             _core.reset_timers()
             _core.set_timers_enabled(True)
-        self._began = time.perf_counter()
+            if self._trace:
+                _core.start_trace()
+        self._hook = register_optimizer_step_post_hook(lambda *_: self.step()).remove
+        self._began_ns = _core.clock_ns()
+        self._mark = self._counts()
+        self._first_mark = self._mark
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._wall_ms = (time.perf_counter() - self._began) * 1e3
+        end = self._counts()
+        if self._hook is not None:
+            self._hook()
+            self._hook = None
         if not self._nested:
             _core.set_timers_enabled(False)
-        self._rows = self._read()
+            if self._trace:
+                _core.stop_trace()
+        self._document = self._make(end)
+
+    def step(self) -> None:
+        """Ends a step: what follows belongs to the next one. The first step is kept apart in all reports."""
+        now = self._counts()
+        before = self._mark
+        phases = {name: ms - before["phases"].get(name, 0.0) for name, ms in now["phases"].items()}
+        self._steps.append(
+            {
+                "first": not self._steps,
+                "begin_ms": (before["ns"] - self._began_ns) / 1e6,
+                "wall_ms": (now["ns"] - before["ns"]) / 1e6,
+                "phases": {name: ms for name, ms in phases.items() if ms > 0},
+                "pool": {name: value - before["pool"][name] for name, value in now["pool"].items()},
+                "system": difference(now["system"], before["system"]),
+            }
+        )
+        if self._trace and not self._nested and len(self._steps) <= 2:
+            self._traced_ms = (self._steps[-1]["begin_ms"], self._steps[-1]["begin_ms"] + self._steps[-1]["wall_ms"])
+            if len(self._steps) == 1:
+                self._kept_trace = _core.read_trace()
+                _core.start_trace()
+            else:
+                _core.stop_trace()
+                self._kept_trace = _core.read_trace()
+        self._mark = self._counts()
 
     def phases(self) -> list[Phase]:
         """The phases that ran, in the order of the phase table; inside the context those that have ended so far."""
-        return self._read() if self._rows is None else self._rows
+        rows: list[Phase] = (self._document or self._make(self._counts()))["phases"]
+        return rows
+
+    def document(self) -> doc.Document:
+        """Everything that was recorded, as docs/PROFILING.md describes it."""
+        return self._document or self._make(self._counts())
+
+    def measure_ceilings(self) -> None:
+        """Measures what the host can do (some 0.1 s on all threads), for fractions of it in the reports."""
+        from moesaic.commands.measure import CeilingProbe
+
+        threads = _core.get_num_threads()
+        found = CeilingProbe(_core.isa(), threads).measure()
+        self._ceiling = {"compute_gflops": found.compute_gflops, "read_gbps": found.read_gbps}
+        if self._document is not None:
+            self._document["ceiling"] = self._ceiling
+            for row in self._document["phases"]:
+                row.update(doc.rates(row, threads, self._ceiling))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the profile to a file.
 
         Args:
-            path: ends in ``.json``.
+            path: ends in ``.json`` (the document), ``.html`` (a report that needs nothing else) or ``.perfetto-trace``
+                (a time line for https://ui.perfetto.dev; needs ``trace=True``).
 
         Raises:
-            ValueError: another suffix.
+            ValueError: another suffix; a trace is asked for, and none was recorded.
             OSError: the file cannot be written.
         """
-        target = _checked(path)
-        wall_ms = self._wall_ms if self._rows is not None else (time.perf_counter() - self._began) * 1e3
-        document = {
-            "schema": 1,
+        write(self.document(), path)
+
+    def _counts(self) -> dict[str, Any]:
+        return {
+            "ns": _core.clock_ns(),
+            "phases": {key_of(row): row["thread_ns"] / 1e6 for row in _core.timers_snapshot() if row["calls"] > 0},
+            "pool": doc.pool_ms(_core.pool_snapshot()),
+            "system": system_counts(),
+        }
+
+    def _make(self, end: dict[str, Any]) -> doc.Document:
+        threads = _core.get_num_threads()
+        rows = _core.timers_snapshot()
+        phases = [phase for row in rows if (phase := self._phase(row, threads))["calls"] > 0]
+        calls, dropped = _core.calls()
+        calls = [call for call in calls if call["begin_ns"] >= self._began_ns]
+        document: doc.Document = {
+            "schema": doc.SCHEMA,
             "cpu": _core.cpu_name(),
             "isa": _core.isa(),
-            "threads": _core.get_num_threads(),
-            "wall_ms": wall_ms,
-            "phases": self.phases(),
+            "threads": threads,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "wall_ms": (end["ns"] - self._began_ns) / 1e6,
+            "ceiling": self._ceiling,
+            "phases": phases,
+            "pool": {name: value - self._first_mark["pool"][name] for name, value in end["pool"].items()},
+            "account": doc.account(calls),
+            "calls": {
+                kind: doc.call_summary([c for c in calls if c["kind"] == kind and not c["first"]])
+                for kind in ("forward", "backward")
+            },
+            "first_calls": {
+                kind: doc.call_summary([c for c in calls if c["kind"] == kind and c["first"]])
+                for kind in ("forward", "backward")
+            },
+            "calls_dropped": dropped,
+            "layers": doc.by_layer(calls),
+            "steps": list(self._steps),
+            "system": difference(end["system"], self._first_mark["system"]),
+            "trace": None,
         }
-        target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if self._trace and not self._nested:
+            recorded = self._kept_trace if self._traced_ms is not None else _core.read_trace()
+            names = [key_of(row) for row in rows]
+            document["trace"] = doc.trace_of(recorded, names, self._began_ns)
+            begin_ms, end_ms = self._traced_ms or (0.0, document["wall_ms"])
+            document["trace"].update(begin_ms=begin_ms, end_ms=end_ms)
+        return document
 
-    def _read(self) -> list[Phase]:
-        return [phase for row in _core.timers_snapshot() if (phase := self._phase(row))["calls"] > 0]
-
-    def _phase(self, row: _core.RangeStats) -> Phase:
+    def _phase(self, row: _core.RangeStats, threads: int) -> Phase:
         base = self._base.get((row["name"], row["category"]))
+        nested = self._nested
+        thread_ms = (row["thread_ns"] - (base["thread_ns"] if base else 0)) / 1e6
+        work = {
+            "thread_ms": thread_ms,
+            "flops": row["flops"] - (base["flops"] if base else 0.0),
+            "bytes": row["bytes"] - (base["bytes"] if base else 0.0),
+        }
+        rates = doc.rates(work, threads, self._ceiling)
         return Phase(
             name=row["name"],
             category=row["category"],
             calls=row["calls"] - (base["calls"] if base else 0),
-            thread_ms=(row["thread_ns"] - (base["thread_ns"] if base else 0)) / 1e6,
-            min_thread_ms=None if self._nested else row["min_thread_ns"] / 1e6,
-            max_thread_ms=None if self._nested else row["max_thread_ns"] / 1e6,
-            span_ms=None if self._nested else row["span_ns"] / 1e6,
-            threads=None if self._nested else row["threads"],
-            flops=row["flops"] - (base["flops"] if base else 0.0),
-            bytes=row["bytes"] - (base["bytes"] if base else 0.0),
+            thread_ms=thread_ms,
+            min_thread_ms=None if nested else row["min_thread_ns"] / 1e6,
+            max_thread_ms=None if nested else row["max_thread_ns"] / 1e6,
+            span_ms=None if nested else row["span_ns"] / 1e6,
+            threads=None if nested else row["threads"],
+            flops=work["flops"],
+            bytes=work["bytes"],
             apportioned=row["apportioned"],
+            gflops=rates["gflops"],
+            gbps=rates["gbps"],
+            fraction_of_ceiling=rates["fraction_of_ceiling"],
         )
 
 
-def profile() -> Profile:
-    """``with moesaic.profile() as p: ...``, then ``p.phases()`` or ``p.save("run.json")``. Contexts may nest."""
-    return Profile()
+def key_of(row: _core.RangeStats | Phase) -> str:
+    """A phase's name where it stands alone: the steps of GU3 have the same names for gate and for up."""
+    return f"{row['category']}/{row['name']}" if row["category"].startswith("GU3_") else row["name"]
+
+
+def write(document: doc.Document, path: str | os.PathLike[str]) -> None:
+    """Writes a document in the form that the suffix of `path` names; see `Profile.save`."""
+    target = _checked(path)
+    if target.suffix == ".html":
+        from moesaic.profiles.html import render
+
+        target.write_text(render(document), encoding="utf-8")
+    elif target.suffix == ".perfetto-trace":
+        from moesaic.profiles.perfetto import encode
+
+        target.write_bytes(encode(document))
+    else:
+        target.write_text(json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
+
+
+def profile(trace: bool = False) -> Profile:
+    """``with moesaic.profile() as p: ...``, then ``p.phases()`` or ``p.save("run.json")``. Contexts may nest.
+
+    Args:
+        trace: also record the time line of a step (48 bytes an event, at most 3 MB a thread).
+    """
+    return Profile(trace)
+
+
+SUFFIXES = (".json", ".html", ".perfetto-trace")
 
 
 def _checked(path: str | os.PathLike[str]) -> Path:
     target = Path(path)
-    if target.suffix != ".json":
-        raise ValueError(f"path is {str(target)!r}; expected a name that ends in .json")
+    if target.suffix not in SUFFIXES:
+        raise ValueError(f"path is {str(target)!r}; expected a name that ends in .json, .html or .perfetto-trace")
     return target
 
 
@@ -130,11 +277,13 @@ def profile_process(path: str) -> None:
     """Profiles from now until the process ends, and writes `path` then; a forked child writes nothing."""
     target = _checked(path).absolute()
     pid = os.getpid()
-    whole = Profile().__enter__()
+    whole = Profile(trace=True).__enter__()
 
     def finish() -> None:
         if os.getpid() == pid:
             whole.__exit__(None, None, None)
+            if whole.phases():
+                whole.measure_ceilings()
             whole.save(target)
 
     atexit.register(finish)

@@ -1,0 +1,111 @@
+#include "bindings/profiling_bindings.h"
+
+#include <pybind11/stl.h>
+
+#include "moe/phases.h"
+#include "profiling/calls.h"
+#include "profiling/clock.h"
+#include "profiling/range.h"
+#include "profiling/trace.h"
+
+namespace py = pybind11;
+
+namespace moesaic::bindings {
+namespace {
+
+py::dict ToDict(const profiling::RangeStats& stats) {
+  py::dict row;
+  row["name"] = stats.name;
+  row["category"] = stats.category;
+  row["calls"] = stats.calls;
+  row["thread_ns"] = stats.thread_ns;
+  row["min_thread_ns"] = stats.min_thread_ns;
+  row["max_thread_ns"] = stats.max_thread_ns;
+  row["span_ns"] = stats.span_ns;
+  row["threads"] = stats.threads;
+  row["flops"] = stats.flops;
+  row["bytes"] = stats.bytes;
+  row["apportioned"] = stats.apportioned;
+  return row;
+}
+
+py::dict ToDict(const profiling::PoolTotals& pool) {
+  py::dict row;
+  row["runs"] = pool.runs;
+  row["tasks"] = pool.tasks;
+  row["steals"] = pool.steals;
+  row["parks"] = pool.parks;
+  row["wall_ns"] = pool.wall_ns;
+  row["lane_ns"] = pool.lane_ns;
+  row["busy_ns"] = pool.busy_ns;
+  row["stealing_ns"] = pool.stealing_ns;
+  row["waiting_ns"] = pool.waiting_ns;
+  row["parked_ns"] = pool.parked_ns;
+  row["least_busy_ns"] = pool.least_busy_ns;
+  row["most_busy_ns"] = pool.most_busy_ns;
+  return row;
+}
+
+py::dict ToDict(const profiling::CallRecord& call) {
+  py::dict row;
+  row["kind"] = call.kind == profiling::CallKind::kForward ? "forward" : "backward";
+  row["first"] = call.first;
+  row["layer"] = call.layer;
+  row["threads"] = call.threads;
+  row["tokens"] = call.tokens;
+  row["jobs"] = call.jobs;
+  row["begin_ns"] = call.begin_ns;
+  row["engine_begin_ns"] = call.engine_begin_ns;
+  row["engine_end_ns"] = call.engine_end_ns;
+  row["end_ns"] = call.end_ns;
+  row["pool"] = ToDict(call.pool);
+  return row;
+}
+
+/// Events as tuples (kind, begin_ns, end_ns, id, expert, rows, flops, bytes): there may be millions.
+py::dict ToDict(const profiling::ThreadTrace& thread) {
+  py::list events;
+  for (const profiling::Event& event : thread.events) {
+    events.append(py::make_tuple(static_cast<int>(event.kind), event.begin_ns, event.end_ns, event.id, event.expert, event.rows,
+                                 event.flops, event.bytes));
+  }
+  py::dict row;
+  row["os_id"] = thread.os_id;
+  row["lane"] = thread.lane;
+  row["name"] = thread.name;
+  row["dropped"] = thread.dropped;
+  row["events"] = events;
+  return row;
+}
+
+template <typename Rows>
+py::list ToList(const Rows& rows) {
+  py::list list;
+  for (const auto& row : rows) list.append(ToDict(row));
+  return list;
+}
+
+}  // namespace
+
+void BindProfiling(py::module_& module) {
+  module.def("set_timers_enabled", &profiling::SetTimersEnabled, py::arg("enabled"));
+  module.def("timers_enabled", &profiling::TimersEnabled);
+  module.def("reset_timers", &profiling::Reset);
+  module.def("timers_snapshot", [] {
+    moe::RangeOf(moe::Phase::kForward);  // registers the phases first, in the order of their table
+    return ToList(profiling::Snapshot());
+  });
+  module.def("pool_snapshot", [] { return ToDict(profiling::PoolSnapshot()); });
+  module.def("mark_entry", &profiling::MarkEntry);
+  module.def("calls", [] {
+    const profiling::CallSnapshot snapshot = profiling::Calls();
+    return py::make_tuple(ToList(snapshot.calls), snapshot.dropped);
+  });
+  module.def("start_trace", &profiling::StartTrace, py::arg("capacity") = profiling::kDefaultTraceCapacity);
+  module.def("stop_trace", &profiling::StopTrace);
+  module.def("trace_enabled", &profiling::TraceEnabled);
+  module.def("read_trace", [] { return ToList(profiling::ReadTrace()); });
+  module.def("clock_ns", &profiling::Now);
+}
+
+}  // namespace moesaic::bindings

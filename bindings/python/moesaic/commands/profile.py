@@ -1,0 +1,310 @@
+"""`moesaic profile`: runs a program under the profiler, shows what was recorded, compares two recordings."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from moesaic.commands.output import CommandError, Tables, UsageError, print_json
+from moesaic.profiles import document as doc
+from moesaic.profiles.compare import compare
+
+_DESCRIPTION = """\
+Runs a program and reports where the engine's time went:  moesaic profile [-o run.json] -- python train.py
+With `show run.json` it prints a recording again or turns it into another form, and with `diff a.json b.json` it says
+which phase got slower, and by how much more than its noise. The exit code is the program's; 1 if there is nothing to
+report."""
+
+_SUFFIXES = (".json", ".html", ".perfetto-trace")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    parser = commands.add_parser("profile", help="see where a program's time goes", description=_DESCRIPTION)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write it: .json, .html or .perfetto-trace")
+    parser.add_argument("--json", action="store_true", help="the document on stdout, and nothing else there")
+    parser.add_argument(
+        "--nvtx", action="store_true", help="also load the NVTX collector, and print its summary of all ranges"
+    )
+    parser.add_argument(
+        "what", nargs=argparse.REMAINDER, metavar="-- COMMAND... | show FILE | diff FILE FILE", help="what to do"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does what the command line says and returns the exit code."""
+    what: list[str] = args.what
+    if args.output is not None and Path(args.output).suffix not in _SUFFIXES:
+        raise UsageError(f"-o {args.output}: expected a name that ends in .json, .html or .perfetto-trace")
+    if what[:1] == ["--"]:
+        if len(what) == 1:
+            raise UsageError("profile: no command after --")
+        return _run_program(args, what[1:])
+    if what[:1] == ["show"] and len(what) >= 2:
+        return _show(args, what[1:])
+    if what[:1] == ["diff"] and len(what) >= 3:
+        return _diff(args, what[1:])
+    raise UsageError("profile: expected -- COMMAND..., show FILE or diff FILE FILE")
+
+
+def _trailing(args: argparse.Namespace, rest: list[str], count: int) -> list[str]:
+    """`rest` without the options that stand behind the files."""
+    parser = argparse.ArgumentParser(prog="moesaic profile", add_help=False, exit_on_error=False)
+    parser.add_argument("-o", "--output")
+    parser.add_argument("--json", action="store_true")
+    try:
+        options, files = parser.parse_known_args(rest)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"profile: {error}") from error
+    args.json = args.json or options.json
+    args.output = options.output or args.output
+    if len(files) != count:
+        raise UsageError(f"profile: expected {count} file{'s' if count > 1 else ''}, got {' '.join(files) or 'none'}")
+    return files
+
+
+def _load(path: str) -> doc.Document:
+    try:
+        return doc.load(path)
+    except doc.ProfileError as error:
+        raise CommandError(str(error)) from error
+
+
+def _write(document: doc.Document, path: str) -> None:
+    from moesaic.profiler import write
+
+    try:
+        write(document, path)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path}: {error}") from error
+
+
+def _show(args: argparse.Namespace, rest: list[str]) -> int:
+    (path,) = _trailing(args, rest, 1)
+    document = _load(path)
+    if args.output:
+        _write(document, args.output)
+    if args.json:
+        print_json(document)
+    else:
+        print_document(document)
+    return 0
+
+
+def _diff(args: argparse.Namespace, rest: list[str]) -> int:
+    before, after = (_load(path) for path in _trailing(args, rest, 2))
+    rows = compare(before, after)
+    if args.json:
+        print_json({"schema": 1, "rows": rows})
+        return 0
+    tables = Tables()
+    tables.table(
+        "thread ms a step, median",
+        ("phase", "before", "after", "change", "noise", ""),
+        [
+            (
+                row["phase"],
+                f"{row['before_ms']:.3f}",
+                f"{row['after_ms']:.3f}",
+                f"{row['change_ms']:+.3f} ms" + (f" ({row['change']:+.1%})" if row["change"] is not None else ""),
+                f"± {row['noise_ms']:.3f} ms" if row["noise_ms"] is not None else "not known",
+                row["verdict"],
+            )
+            for row in rows
+        ],
+    )
+    if any(row["noise_ms"] is None for row in rows):
+        tables.line("noise is known from three steady steps on in both profiles")
+    return 0
+
+
+def _run_program(args: argparse.Namespace, command: list[str]) -> int:
+    from moesaic.profiles.system import COLLECTOR, library, preload
+
+    if shutil.which(command[0]) is None:
+        raise CommandError(f"{command[0]}: no such program")
+    collector = library(COLLECTOR)
+    if args.nvtx and collector is None:
+        raise CommandError("--nvtx: this build has no collector (the NVTX headers were missing)")
+    with tempfile.TemporaryDirectory(prefix="moesaic_profile_") as folder:
+        recorded, ranges = Path(folder) / "run.json", Path(folder) / "ranges"
+        environment = dict(os.environ, MOESAIC_PROFILE=str(recorded))
+        preload(environment)
+        if collector is not None:
+            # Ranges of programs that use the engine without Python are seen through NVTX alone.
+            if args.nvtx or not _is_python(command[0]):
+                environment.setdefault("NVTX_INJECTION64_PATH", str(collector))
+            environment["MOESAIC_NVTX_OUTPUT"] = str(ranges)
+        began = time.perf_counter()
+        code = _call(command, environment, stdout_is_ours=args.json)
+        wall_ms = (time.perf_counter() - began) * 1e3
+        if recorded.exists() and recorded.stat().st_size > 0:
+            document = _load_own(recorded)
+        elif ranges.with_suffix(".csv").exists():
+            document = _from_ranges(ranges.with_suffix(".csv"), wall_ms)
+        else:
+            raise CommandError(f"{command[0]} ended with {code}, and nothing of the engine ran in it")
+        if not document["phases"]:
+            raise CommandError(f"{command[0]} ended with {code}, and nothing of the engine ran in it")
+        if args.output:
+            _write(document, args.output)
+        if args.json:
+            print_json(document)
+        else:
+            print_document(document)
+            if args.nvtx and ranges.with_suffix(".txt").exists():
+                print("\n" + ranges.with_suffix(".txt").read_text(encoding="utf-8"), end="")
+    return code
+
+
+def _is_python(program: str) -> bool:
+    return "python" in Path(shutil.which(program) or program).resolve().name
+
+
+def _call(command: list[str], environment: dict[str, str], *, stdout_is_ours: bool) -> int:
+    """The program's exit code; 128 + n where signal n ended it. Ctrl-C is the program's to answer."""
+    try:
+        process = subprocess.Popen(command, env=environment, stdout=sys.stderr if stdout_is_ours else None)
+    except OSError as error:
+        raise CommandError(f"{command[0]}: {error.strerror or error}") from error
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code if code >= 0 else 128 - code
+
+
+def _load_own(path: Path) -> doc.Document:
+    try:
+        return doc.load(path)
+    except doc.ProfileError as error:
+        raise CommandError(str(error).removeprefix(f"{path}: ")) from error
+
+
+def _from_ranges(path: Path, wall_ms: float) -> doc.Document:
+    """A document of what NVTX told: calls and times of the phases, and what the system counted of the whole program."""
+    phases = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            domain, _, name = row["Range"].partition(":")
+            if domain != "moesaic":
+                continue
+            phase = dict.fromkeys(
+                ("min_thread_ms", "max_thread_ms", "span_ms", "threads", "gflops", "gbps", "fraction_of_ceiling")
+            )
+            work = {"flops": 0.0, "bytes": 0.0, "apportioned": False}
+            thread_ms = int(row["Total Time (ns)"]) / 1e6
+            phases.append(
+                {
+                    "name": name,
+                    "category": "nvtx",
+                    "calls": int(row["Instances"]),
+                    "thread_ms": thread_ms,
+                    **phase,
+                    **work,
+                }
+            )
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "schema": doc.SCHEMA,
+        "cpu": "",
+        "isa": "",
+        "threads": 0,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "wall_ms": wall_ms,
+        "ceiling": None,
+        "phases": phases,
+        "pool": {},
+        "account": doc.account([]),
+        "calls": {kind: doc.call_summary([]) for kind in ("forward", "backward")},
+        "first_calls": {kind: doc.call_summary([]) for kind in ("forward", "backward")},
+        "calls_dropped": 0,
+        "layers": [],
+        "steps": [],
+        "system": {
+            "voluntary_switches": usage.ru_nvcsw,
+            "involuntary_switches": usage.ru_nivcsw,
+            "minor_faults": usage.ru_minflt,
+            "major_faults": usage.ru_majflt,
+        },
+        "trace": None,
+    }
+
+
+def _cell(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def print_document(document: doc.Document) -> None:
+    """The terminal's view of a profile."""
+    tables = Tables()
+    ceiling = document["ceiling"]
+    limits = f"; ceilings {ceiling['compute_gflops']:.0f} GFLOP/s, {ceiling['read_gbps']:.1f} GB/s" if ceiling else ""
+    host = f"{document['cpu']} {document['isa']}, {document['threads']} threads"
+    tables.heading(f"{host}, wall clock {document['wall_ms']:.1f} ms{limits}")
+    tables.table(
+        "phases (* apportioned by flops)",
+        ("phase", "calls", "thread ms", "min", "max", "GFLOP/s", "GB/s", "% ceiling"),
+        [
+            (
+                ("" if row["category"] in ("layer", "nvtx") else "  ")
+                + row["name"]
+                + (" *" if row["apportioned"] else ""),
+                f"{row['calls']:,}",
+                _cell(row["thread_ms"]),
+                _cell(row["min_thread_ms"]),
+                _cell(row["max_thread_ms"]),
+                _cell(row["gflops"], 1),
+                _cell(row["gbps"], 1),
+                _cell(None if row["fraction_of_ceiling"] is None else 100 * row["fraction_of_ceiling"], 1),
+            )
+            for row in document["phases"]
+        ],
+    )
+    total = document["account"]["threads_x_wall_ms"]
+    if total > 0:
+        tables.table(
+            "threads x wall clock of the calls",
+            ("", "ms", "%"),
+            [
+                (name.removesuffix("_ms").replace("_", " "), _cell(value), f"{100 * value / total:.1f}")
+                for name, value in document["account"].items()
+            ],
+        )
+        pool = document["pool"]
+        counts = (("joins", "runs"), ("tasks", "tasks"), ("steals", "steals"), ("parks", "parks"))
+        tables.line(", ".join(f"{title} {pool[name]:.0f}" for title, name in counts))
+        tables.table(
+            "calls",
+            ("", "calls", "median ms", "min", "max", "outside the engine, us"),
+            [
+                (
+                    f"{'first ' if group == 'first_calls' else ''}{kind}",
+                    str(row["calls"]),
+                    *(_cell(row["wall_ms"][key]) for key in ("median", "min", "max")),
+                    _cell(row["python_us"]["median"], 1),
+                )
+                for group in ("first_calls", "calls")
+                for kind, row in document[group].items()
+                if row["calls"] > 0
+            ],
+        )
+    steady = [step for step in document["steps"] if not step["first"]]
+    rows = []
+    for name, value in document["system"].items():
+        steps = [step["system"][name] for step in steady if step["system"].get(name) is not None]
+        rows.append((name.replace("_", " "), _cell(value, 0), _cell(statistics.median(steps) if steps else None, 0)))
+    tables.table("operating system", ("", "whole run", "a steady step, median"), rows)
