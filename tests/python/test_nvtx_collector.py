@@ -53,8 +53,17 @@ def summary_of(ranges: list[dict[str, str]]) -> list[list[str]]:
     for name, times in sorted(durations.items(), key=lambda item: (-sum(item[1]), item[0].encode())):
         deviation = statistics.stdev(times) if len(times) > 1 else 0.0
         lines.append(
-            [f"{100 * sum(times) / total:.1f}", str(sum(times)), str(len(times)), f"{sum(times) / len(times):.1f}"]
-            + [f"{statistics.median(times):.1f}", str(min(times)), str(max(times)), f"{deviation:.1f}", name]
+            [
+                f"{100 * sum(times) / total:.1f}",
+                str(sum(times)),
+                str(len(times)),
+                f"{sum(times) / len(times):.1f}",
+                f"{statistics.median(times):.1f}",
+                str(min(times)),
+                str(max(times)),
+                f"{deviation:.1f}",
+                name,
+            ]
         )
     return lines
 

@@ -48,8 +48,10 @@ def _packets(trace: dict[str, Any]) -> Iterator[bytes]:
     flow = 0
     for thread in trace["threads"]:
         track = tracks[thread["os_id"]]
-        open_ends: list[float] = []
-        for kind, begin, duration, what, expert, rows, flops, size in thread["events"]:
+        open_ends: list[int] = []
+        for kind, begin_us, duration_us, what, expert, rows, flops, size in thread["events"]:
+            begin = round(begin_us * 1000)
+            end = begin + round(duration_us * 1000)
             while open_ends and open_ends[-1] <= begin:
                 yield _event(open_ends.pop(), _number(9, _END) + _number(11, track))
             if trace["kinds"][kind] == "range":
@@ -61,11 +63,11 @@ def _packets(trace: dict[str, Any]) -> Iterator[bytes]:
                 yield _event(
                     begin, _number(9, _BEGIN) + _number(11, track) + _text(22, "phase") + _text(23, name) + notes
                 )
-                open_ends.append(_nested_end(begin + duration, open_ends))
+                open_ends.append(_nested_end(end, open_ends))
             elif trace["kinds"][kind] == "idle":
                 name = trace["idle_kinds"][what]
                 yield _event(begin, _number(9, _BEGIN) + _number(11, track) + _text(22, "idle") + _text(23, name))
-                open_ends.append(_nested_end(begin + duration, open_ends))
+                open_ends.append(_nested_end(end, open_ends))
             elif trace["kinds"][kind] == "steal":
                 flow += 1
                 thief = _number(9, _INSTANT) + _number(11, track) + _text(22, "pool") + _text(23, "steal")
@@ -77,20 +79,20 @@ def _packets(trace: dict[str, Any]) -> Iterator[bytes]:
                     )
                     thief += _flow(flow)
                 # A moment later: an arrow needs a direction.
-                yield _event(begin + 0.001, thief)
+                yield _event(begin + 1, thief)
             else:
                 yield _event(begin, _number(9, _COUNTER) + _number(11, track + 1) + _number(30, what))
         while open_ends:
             yield _event(open_ends.pop(), _number(9, _END) + _number(11, track))
 
 
-def _nested_end(end: float, open_ends: list[float]) -> float:
+def _nested_end(end: int, open_ends: list[int]) -> int:
     """Slices of a track nest; a nanosecond of rounding must not let one outlast the slice around it."""
     return min(end, open_ends[-1]) if open_ends else end
 
 
-def _event(at_us: float, event: bytes) -> bytes:
-    return _number(8, round(at_us * 1000)) + _number(10, _SEQUENCE) + _field(11, event)
+def _event(at_ns: int, event: bytes) -> bytes:
+    return _number(8, at_ns) + _number(10, _SEQUENCE) + _field(11, event)
 
 
 def _varint(value: int) -> bytes:

@@ -1,0 +1,215 @@
+"""Profiles: what they add up to, their files, the command, the report in a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moesaic
+from moesaic.cli import main
+from moesaic.profiles import document as doc
+from moesaic.profiles.compare import compare
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+PROGRAM = """
+import torch, moesaic
+E, H, I, T = 4, 256, 128, 256
+torch.manual_seed(0)
+layer = moesaic.ExpertsLayer(torch.randn(E, 2 * I, H), torch.randn(E, H, I))
+a, b = (torch.randn(s, requires_grad=True) for s in ((E, 8, H), (E, 2 * I, 8)))
+lora = moesaic.Lora(gate_up=moesaic.LoraPair(a, b, 1.0))
+ids, w, x = torch.randint(0, E, (T, 2)), torch.rand(T, 2), torch.randn(T, H, requires_grad=True)
+optimizer = torch.optim.SGD([a, b], 1e-9)
+for _ in range(6):
+    moesaic.moe_experts(x, ids, w, layer, lora).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded() -> doc.Document:
+    with moesaic.profile(trace=True) as profile:
+        exec(PROGRAM, {})
+    profile.measure_ceilings()
+    return json.loads(json.dumps(profile.document()))  # type: ignore[no-any-return]
+
+
+def test_times_add_up(recorded: doc.Document) -> None:
+    account = recorded["account"]
+    parts = sum(value for name, value in account.items() if name != "threads_x_wall_ms")
+    assert parts == pytest.approx(account["threads_x_wall_ms"], rel=1e-9)
+    assert all(value >= 0 for value in account.values())
+    leaves = sum(row["thread_ms"] for row in recorded["phases"] if doc.is_leaf(row["name"]))
+    assert leaves <= (account["busy_ms"] + account["serial_ms"]) * 1.02
+    assert len(recorded["steps"]) == 6 and [step["first"] for step in recorded["steps"]] == [True] + [False] * 5
+    for kind in ("forward", "backward"):
+        assert recorded["first_calls"][kind]["calls"] == 1 and recorded["calls"][kind]["calls"] == 5
+        assert recorded["calls"][kind]["joins"] == 5 and recorded["calls"][kind]["tokens"] == 5 * 256
+        assert recorded["calls"][kind]["python_us"]["min"] > 0
+    assert all(row["fraction_of_ceiling"] for row in recorded["phases"] if row["flops"] > 0)
+
+
+def test_the_trace_gives_the_totals_of_the_timers(recorded: doc.Document, tmp_path: Path) -> None:
+    schema = pytest.importorskip(
+        "perfetto.protos.perfetto.trace.perfetto_trace_pb2", reason="needs the perfetto package for the trace's schema"
+    )
+    path = tmp_path / "run.perfetto-trace"
+    moesaic.profiler.write(recorded, path)
+    trace = schema.Trace()
+    trace.ParseFromString(path.read_bytes())
+    tracks = {p.track_descriptor.uuid for p in trace.packet if p.HasField("track_descriptor")}
+    open_slices: dict[int, list[tuple[str, int]]] = {}
+    totals: dict[str, int] = {}
+    flows: dict[int, int] = {}
+    for packet in trace.packet:
+        if not packet.HasField("track_event"):
+            continue
+        event = packet.track_event
+        assert event.track_uuid in tracks
+        for flow in event.flow_ids:
+            flows[flow] = flows.get(flow, 0) + 1
+        if event.type == event.TYPE_SLICE_BEGIN:
+            open_slices.setdefault(event.track_uuid, []).append((event.name, packet.timestamp))
+        elif event.type == event.TYPE_SLICE_END:
+            name, begin = open_slices[event.track_uuid].pop()
+            totals[name] = totals.get(name, 0) + packet.timestamp - begin
+    assert not any(open_slices.values()), "every slice ends"
+    assert all(ends == 2 for ends in flows.values()), "an arrow has two ends"
+    # The traced step is the second one; its timers and its slices are two ways to the same numbers.
+    step = recorded["steps"][1]["phases"]
+    assert {"gate_up_gemm", "D3_gemm", "merge"} <= set(step)
+    for name, ms in step.items():
+        assert totals[name] / 1e6 == pytest.approx(ms, rel=1e-3, abs=2e-3), name
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this host")
+def test_the_report_in_a_browser(recorded: doc.Document, tmp_path: Path) -> None:
+    moesaic.profiler.write(recorded, tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    assert not re.search(r"(src|href)\s*=", page) and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'browser'}", f"file://{tmp_path / 'run.html'}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert 'data-state="ready" data-errors="0"' in result.stdout, result.stdout[:500]
+    assert "CONSOLE" not in result.stderr, result.stderr
+    shown = dict(re.findall(r'<tr data-phase="([^"]+)" data-calls="\d+" data-ms="([^"]+)"', result.stdout))
+    for row in recorded["phases"]:
+        name = f"{row['category']}/{row['name']}" if row["category"].startswith("GU3_") else row["name"]
+        assert float(shown[name]) == row["thread_ms"], name
+    bars = dict(re.findall(r'data-part="(\w+)" data-ms="([^"]+)"', result.stdout))
+    assert {f"{name}_ms": float(value) for name, value in bars.items()} == {
+        name: value for name, value in recorded["account"].items() if name != "threads_x_wall_ms"
+    }
+    assert len(re.findall(r"data-step=", result.stdout)) == len(recorded["steps"])
+
+
+def test_command(run_python: RunPython, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script, target = tmp_path / "program.py", tmp_path / "run.json"
+    script.write_text(PROGRAM)
+    assert main(["profile", "-o", str(target), "--", sys.executable, str(script)]) == 0
+    shown = capfd.readouterr().out
+    assert "gate_up_gemm" in shown and "file opens" in shown
+    document = json.loads(target.read_text())
+    assert document["system"]["file_opens"] is not None, "the shim is loaded"
+    assert main(["profile", "show", str(target), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out) == document
+    assert main(["profile", "diff", str(target), str(target)]) == 0
+    assert "slower" not in capfd.readouterr().out
+    assert main(["profile", "--", sys.executable, "-c", PROGRAM + "\nraise SystemExit(7)"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"schema": 2, "phases": [', "not a complete JSON document"),
+        ('{"schema": 99, "phases": []}', "schema 99"),
+        ('{"a": 1}', "not a profile"),
+        (None, "No such file"),
+    ],
+)
+def test_bad_files(content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["profile", "show", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_bad_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--", "no-such-program-of-ours"]) == 1
+    assert "no such program" in capsys.readouterr().err
+    assert main(["profile", "--", "true"]) == 1
+    error = capsys.readouterr().err
+    assert "nothing of the engine ran" in error and error.count("\n") == 1
+    assert main(["profile", "--"]) == 2
+    with moesaic.profile() as profile:
+        pass
+    profile.save(tmp_path / "empty.json")
+    assert main(["profile", "show", str(tmp_path / "empty.json")]) == 1
+    assert "an empty run" in capsys.readouterr().err
+
+
+def test_diff_tells_a_slower_phase_from_noise(recorded: doc.Document) -> None:
+    def with_steps(factor: float) -> dict[str, Any]:
+        steps = [
+            {
+                "first": i == 0,
+                "wall_ms": 10.0,
+                "phases": {"D3_gemm": factor * (4 + 0.01 * (i % 3)), "merge": 1 + 0.2 * (i % 2)},
+            }
+            for i in range(9)
+        ]
+        return dict(recorded, steps=steps)
+
+    rows = {row["phase"]: row for row in compare(with_steps(1.0), with_steps(1.5))}
+    assert rows["D3_gemm"]["verdict"] == "slower" and rows["D3_gemm"]["change"] == pytest.approx(0.5, rel=0.01)
+    assert rows["merge"]["verdict"] == "same"
+    back = {row["phase"]: row for row in compare(with_steps(1.5), with_steps(1.0))}
+    assert back["D3_gemm"]["verdict"] == "faster"
+
+
+_STEADY = """
+import os, sys, torch
+sys.stdout.flush()
+source = open("program.py").read().split("for _ in range(6):")
+exec(source[0])
+def step():
+    moesaic.moe_experts(x, ids, w, layer, lora).sum().backward()
+for _ in range(8):
+    step()
+os.access("/marker-begin", 0)
+for _ in range(5):
+    step()
+os.access("/marker-end", 0)
+"""
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="no strace on this host")
+def test_a_steady_step_opens_sleeps_and_maps_nothing(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    traced = "access,faccessat,open,openat,creat,nanosleep,clock_nanosleep,mmap,munmap,mremap"
+    command = ["strace", "-f", "-qq", "-o", "calls", "-e", f"trace={traced}", sys.executable, "-c", _STEADY]
+    path = os.pathsep.join(part for part in sys.path if part)
+    result = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300
+    )
+    if "ptrace" in result.stderr and result.returncode != 0:
+        pytest.skip("ptrace is not permitted here")
+    assert result.returncode == 0, result.stderr
+    lines = (tmp_path / "calls").read_text().splitlines()
+    begin = next(i for i, line in enumerate(lines) if "/marker-begin" in line)
+    end = next(i for i, line in enumerate(lines) if "/marker-end" in line)
+    assert begin > 100, "strace saw the program start"
+    assert lines[begin + 1 : end] == []
