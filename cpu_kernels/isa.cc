@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -17,13 +18,20 @@ namespace moesaic {
 
 extern const KernelTier kTierAmxBf16;
 extern const KernelTier kTierAvx512Bf16;
+extern const KernelTier kTierAvx512;
 extern const KernelTier kTierPortableAvx2;
+extern const KernelTier kTierOneDnn;
 extern const KernelTier kTierPortable;
 
 namespace {
 
-/// Better first. Two entries may share a name: the first that runs here serves it.
-constexpr const KernelTier* kTiers[] = {&kTierAmxBf16, &kTierAvx512Bf16, &kTierPortableAvx2, &kTierPortable};
+/// Better first, as measured. Two entries may share a name: the first that runs here serves it. On AVX2 hosts the portable
+/// kernels are faster than oneDNN, for which everything is unpacked to fp32 first (README.md).
+constexpr const KernelTier* kTiers[] = {&kTierAmxBf16, &kTierAvx512Bf16, &kTierAvx512, &kTierPortableAvx2,
+#if defined(MOESAIC_HAS_ONEDNN)
+                                        &kTierOneDnn,
+#endif
+                                        &kTierPortable};
 
 std::atomic<const KernelTier*> g_forced{nullptr};
 
@@ -69,12 +77,17 @@ const KernelTier& BestTier() {
 
 bool HostRunsBaseline() { return true; }
 
-bool HostRunsAvx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-
-bool HostRunsAvx512Bf16() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") && HostRunsAvx2();
+bool HostRunsAvx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+         __builtin_cpu_supports("bmi2");
 }
+
+bool HostRunsAvx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && HostRunsAvx2();
+}
+
+bool HostRunsAvx512Bf16() { return __builtin_cpu_supports("avx512bf16") && HostRunsAvx512(); }
 
 bool CpuHasAmxBf16() {
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -105,7 +118,7 @@ const std::vector<IsaTier>& IsaTiers() {
   static const std::vector<IsaTier> tiers = [] {
     std::vector<IsaTier> list;
     for (const KernelTier* tier : kTiers) {
-      if (!list.empty() && list.back().name == tier->name) continue;
+      if (std::any_of(list.begin(), list.end(), [&](const IsaTier& row) { return row.name == tier->name; })) continue;
       IsaTier row;
       row.name = tier->name;
       row.compiled = true;
@@ -114,6 +127,9 @@ const std::vector<IsaTier>& IsaTiers() {
       row.chosen = row.name == ChosenKernels().name;
       list.push_back(row);
     }
+#if !defined(MOESAIC_HAS_ONEDNN)
+    list.push_back({.name = "onednn", .supported = HostRunsAvx2(), .permitted = HostRunsAvx2()});
+#endif
     return list;
   }();
   return tiers;

@@ -15,9 +15,10 @@ class UnsupportedHostError : public std::runtime_error {
 };
 
 /// What is known of one tier of kernels. `supported`: the CPU has the instructions; `permitted`: the operating system lets this
-/// process use them (AMX needs arch_prctl(ARCH_REQ_XCOMP_PERM)); `compiled`: this build holds the kernels.
+/// process use them (AMX needs arch_prctl(ARCH_REQ_XCOMP_PERM)); `compiled`: this build holds the kernels, for "onednn" that it
+/// was made with oneDNN.
 struct IsaTier {
-  std::string name;  ///< "amx_bf16", "avx512_bf16", "portable"
+  std::string name;  ///< "amx_bf16", "avx512_bf16", "avx512", "portable", "onednn"
   bool supported = false;
   bool permitted = false;
   bool compiled = false;

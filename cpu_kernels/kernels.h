@@ -1,8 +1,9 @@
 // The table of kernels that each instruction-set tier fills, and the list of tiers.
 //
 // Matrices are tiles of bf16 (gemm/tiles.h), results fp32. Every output element has one accumulator that adds the products in
-// ascending order of the contraction index, segment after segment: no blocking, splitting or thread count changes a bit.
-// No function here throws or takes a lock; all may run on any number of threads at once.
+// ascending order of the contraction index, segment after segment: no blocking, splitting or thread count changes a bit. (The
+// onednn tier adds up parts of 256 products each, cut in one way.) No function here throws, but onednn's where oneDNN fails, or
+// takes a lock; all may run on any number of threads at once.
 #pragma once
 
 #include <cstdint>

@@ -8,9 +8,7 @@
 #include "cpu_kernels/bfloat16.h"
 #include "cpu_kernels/gemm/tiles.h"
 
-#if defined(__AVX2__)
 #include <immintrin.h>
-#endif
 
 namespace {
 
@@ -298,13 +296,11 @@ MOESAIC_INLINE void InterleaveRowPairs(const BFloat16* rows, BFloat16* low, BFlo
     _mm512_store_si512(to_low, _mm512_unpacklo_epi16(x, y));
     _mm512_store_si512(to_high, _mm512_unpackhi_epi16(x, y));
 #else
-    for (int lane = 0; lane < 4; ++lane) {
-      for (int c = 0; c < 4; ++c) {
-        to_low[8 * lane + 2 * c] = first[8 * lane + c];
-        to_low[8 * lane + 2 * c + 1] = first[32 + 8 * lane + c];
-        to_high[8 * lane + 2 * c] = first[8 * lane + 4 + c];
-        to_high[8 * lane + 2 * c + 1] = first[32 + 8 * lane + 4 + c];
-      }
+    for (int lane = 0; lane < 32; lane += 8) {
+      const __m128i x = _mm_load_si128(reinterpret_cast<const __m128i*>(first + lane));
+      const __m128i y = _mm_load_si128(reinterpret_cast<const __m128i*>(first + 32 + lane));
+      _mm_store_si128(reinterpret_cast<__m128i*>(to_low + lane), _mm_unpacklo_epi16(x, y));
+      _mm_store_si128(reinterpret_cast<__m128i*>(to_high + lane), _mm_unpackhi_epi16(x, y));
     }
 #endif
   }

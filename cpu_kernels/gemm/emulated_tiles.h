@@ -68,11 +68,7 @@ struct EmulatedTiles {
   }
 
  private:
-#if defined(__AVX2__)
-  static constexpr int kLanes = 8;
-#else
   static constexpr int kLanes = 4;
-#endif
   using Vector = float __attribute__((vector_size(kLanes * sizeof(float))));
 
   static float Half(std::uint32_t bits) {

@@ -100,7 +100,7 @@ TEST_P(CodecTest, UnpackForm) {
   EXPECT_EQ(run(weights.compressed()), expected);
 }
 
-INSTANTIATE_TEST_SUITE_P(Tiers, CodecTest, testing::Range<std::size_t>(0, KernelTiers().size()),
+INSTANTIATE_TEST_SUITE_P(Tiers, CodecTest, testing::Range<std::size_t>(0, TestedTiers().size()),
                          [](const auto& info) { return TierLabel(info.param); });
 
 }  // namespace

@@ -31,7 +31,7 @@ constexpr std::int64_t kShards = 4;
 class GemmExact : public testing::TestWithParam<std::tuple<std::size_t, std::int64_t>> {
  protected:
   void SetUp() override {
-    tier_ = KernelTiers()[std::get<0>(GetParam())];
+    tier_ = TestedTiers()[std::get<0>(GetParam())];
     if (!tier_->runs_here()) GTEST_SKIP() << tier_->name << " does not run on this host";
   }
 
@@ -155,7 +155,7 @@ TEST_P(GemmExact, GradientForm) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Tiers, GemmExact,
-                         testing::Combine(testing::Range<std::size_t>(0, KernelTiers().size()),
+                         testing::Combine(testing::Range<std::size_t>(0, TestedTiers().size()),
                                           testing::Range<std::int64_t>(0, kShards)),
                          [](const auto& info) {
                            return TierLabel(std::get<0>(info.param)) + "_shard" + std::to_string(std::get<1>(info.param));

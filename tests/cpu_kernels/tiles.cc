@@ -5,6 +5,8 @@
 
 namespace moesaic {
 
+extern const KernelTier kEmulatedAvx512;
+
 Dense RandomIntegers(std::int64_t rows, std::int64_t cols, std::mt19937_64& random) {
   Dense result(rows, cols);
   for (float& value : result.values) value = static_cast<float>(static_cast<int>(random() % 9) - 4);
@@ -58,6 +60,15 @@ void Tiles::Set(std::int64_t row, std::int64_t col, float value) { At(row, col) 
 
 float Tiles::Get(std::int64_t row, std::int64_t col) const { return ToFloat(At(row, col)); }
 
-std::string TierLabel(std::size_t index) { return std::string(KernelTiers()[index]->name) + "_" + std::to_string(index); }
+std::span<const KernelTier* const> TestedTiers() {
+  static const std::vector<const KernelTier*> tiers = [] {
+    std::vector<const KernelTier*> list(KernelTiers().begin(), KernelTiers().end());
+    list.push_back(&kEmulatedAvx512);
+    return list;
+  }();
+  return tiers;
+}
+
+std::string TierLabel(std::size_t index) { return std::string(TestedTiers()[index]->name) + "_" + std::to_string(index); }
 
 }  // namespace moesaic

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -70,14 +71,17 @@ class Tiles {
   TileMatrix matrix_;
 };
 
-/// For gtest's parameter names: "portable_2" for the third entry of KernelTiers().
+/// KernelTiers(), and the avx512 tier's cell compiled for the baseline.
+std::span<const KernelTier* const> TestedTiers();
+
+/// For gtest's parameter names: "portable_2" for the third entry of TestedTiers().
 std::string TierLabel(std::size_t index);
 
-/// A test that runs on each entry of KernelTiers(), by index, and is skipped visibly where the host cannot run it.
+/// A test that runs on each entry of TestedTiers(), by index, and is skipped visibly where the host cannot run it.
 class TierTest : public testing::TestWithParam<std::size_t> {
  protected:
   void SetUp() override {
-    tier_ = KernelTiers()[GetParam()];
+    tier_ = TestedTiers()[GetParam()];
     if (!tier_->runs_here()) GTEST_SKIP() << tier_->name << " does not run on this host";
   }
   const KernelTier* tier_ = nullptr;
@@ -85,7 +89,7 @@ class TierTest : public testing::TestWithParam<std::size_t> {
 
 /// Instantiates a TierTest for every entry.
 #define MOESAIC_TEST_ON_EVERY_TIER(suite)                                                      \
-  INSTANTIATE_TEST_SUITE_P(Tiers, suite, testing::Range<std::size_t>(0, KernelTiers().size()), \
+  INSTANTIATE_TEST_SUITE_P(Tiers, suite, testing::Range<std::size_t>(0, TestedTiers().size()), \
                            [](const auto& info) { return TierLabel(info.param); })
 
 }  // namespace moesaic

@@ -34,7 +34,8 @@ def test_tiers(capsys):
     isa = doctor_json(capsys)["isa"]
     assert isa["chosen"] == moesaic.isa()
     assert [tier["name"] for tier in isa["tiers"] if tier["chosen"]] == [isa["chosen"]]
-    assert "portable" in [tier["name"] for tier in isa["tiers"]]
+    names = [tier["name"] for tier in isa["tiers"]]
+    assert sorted(names) == ["amx_bf16", "avx512", "avx512_bf16", "onednn", "portable"]
     for tier in isa["tiers"]:
         assert set(tier) == {"name", "supported", "permitted", "compiled", "chosen", "verified"}
         runs = tier["supported"] and tier["permitted"] and tier["compiled"]
@@ -133,6 +134,14 @@ def test_wrong_numbers_are_a_failure(capsys, monkeypatch):
     assert report["problems"] == ["portable: the kernel's numbers are wrong"]
     assert cli.main(["doctor"]) == 1
     assert "problem: portable" in capsys.readouterr().out
+
+
+def test_a_build_without_onednn_says_so(capsys, monkeypatch):
+    tiers = [tier | {"compiled": tier["name"] != "onednn"} for tier in _core.isa_tiers()]
+    monkeypatch.setattr(_core, "isa_tiers", lambda: tiers)
+    report = doctor_json(capsys)
+    assert [note for note in report["notes"] if "oneDNN" in note] != []
+    assert {tier["name"]: tier["verified"] for tier in report["isa"]["tiers"]}["onednn"] is None
 
 
 def test_a_forced_tier_that_is_not_there():

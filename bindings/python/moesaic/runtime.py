@@ -43,7 +43,8 @@ def get_num_threads() -> int:
 
 
 def isa() -> str:
-    """The instruction set in use: ``"amx_bf16"``, ``"avx512_bf16"`` or ``"portable"``; MOESAIC_ISA forces one.
+    """The instruction set in use: ``"amx_bf16"``, ``"avx512_bf16"``, ``"avx512"``, ``"portable"`` or ``"onednn"``;
+    MOESAIC_ISA forces one.
 
     Raises:
         UnsupportedHostError: MOESAIC_ISA names what this host lacks.

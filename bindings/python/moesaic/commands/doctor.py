@@ -101,6 +101,8 @@ def notes(report: dict[str, Any]) -> list[str]:
     for tier in report["isa"]["tiers"]:
         if tier["supported"] and not tier["permitted"]:
             found.append(f"{tier['name']}: the CPU has it, but the system does not let this process use it")
+        elif tier["name"] == "onednn" and not tier["compiled"]:
+            found.append("onednn: this build was made without oneDNN 3; other tiers are faster here")
         elif tier["supported"] and not tier["compiled"]:
             found.append(f"{tier['name']}: the CPU has it, but this build does not hold its kernels")
     if report["huge_pages"]["transparent"] == "never":

@@ -208,7 +208,10 @@ def _measure_shape(shape: Shape, tiers: Sequence[tuple[int, str]], reps: int, st
             calls[name] = _onednn_call(products, operand)
 
     times: dict[str, list[float]] = {name: [] for name in calls}
-    isas = {name: name.removesuffix("_baseline") for name in calls if not name.startswith("onednn")}
+    # A tier without a probe of its own is held against the host's best.
+    probed = [probe["isa"] for probe in _core.compute_probes() if probe["available"]]
+    own = {name: name.removesuffix("_baseline") for _, name in tiers}
+    isas = {name: isa if isa in probed else probed[0] for name, isa in own.items()}
     ceilings: dict[str, list[float]] = {isa: [] for isa in isas.values()}
     for _ in range(min(_ROUNDS, reps)):
         for isa in ceilings:
@@ -227,9 +230,7 @@ def _measure_shape(shape: Shape, tiers: Sequence[tuple[int, str]], reps: int, st
         }
         if name in isas:
             result["fraction_of_ceiling"] = gflops / statistics.median(ceilings[isas[name]])
-            result["ratio"] = {
-                other: statistics.median(times[other]) / median for other in times if other.startswith("onednn")
-            }
+            result["ratio"] = {other: statistics.median(times[other]) / median for other in times if other not in isas}
         return result
 
     return {

@@ -1,0 +1,156 @@
+// The cell for hosts without a bf16 product: bf16 is widened to fp32 and multiplied by fused multiply-adds, in vectors of
+// kLanes floats. Written in the compiler's vector types, so the same source serves AVX-512, AVX2 and the baseline, and is
+// tested on every host.
+//
+// Left tiles are widened once for all right panels, to L1: each of their numbers is then one broadcast load. Right tiles are
+// widened in registers, a shift or a mask for a vector that kGroup rows of products use.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu_kernels/gemm/tile_gemm.h"
+#include "cpu_kernels/simd.h"
+
+namespace {
+
+/// A vector of the machine: 4, 8 or 16 floats, and its bits. Spelled out, for GCC drops a vector_size that depends on a
+/// template.
+template <int kLanes>
+struct VectorOf;
+template <>
+struct VectorOf<4> {
+  using Float = float __attribute__((vector_size(16)));
+  using Bits = std::uint32_t __attribute__((vector_size(16)));
+};
+template <>
+struct VectorOf<8> {
+  using Float = float __attribute__((vector_size(32)));
+  using Bits = std::uint32_t __attribute__((vector_size(32)));
+};
+template <>
+struct VectorOf<16> {
+  using Float = F32x16;
+  using Bits = U32x16;
+};
+
+/// @tparam kLanes   floats in a vector of the machine: 4, 8 or 16
+/// @tparam kPanels  right panels multiplied at a time: kPanels * 16 / kLanes vectors of each row of C are in registers
+/// @tparam kGroup   rows of C in registers at a time
+template <int kLanes, int kPanels, int kGroup>
+struct WidenCell {
+  static constexpr int kMaxA = 1;
+  static constexpr int kMaxB = 3;
+  static constexpr bool kVectorsIdle = false;
+  struct Scope {};
+
+  template <int NA, int NB, class Aside>
+  static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside) {
+    static_assert(NA == 1);
+    alignas(64) float left[16 * kRowFloats];
+    for (int r = 0; r < count; ++r) {
+      const CellRun& run = runs[r];
+      for (std::int64_t k = 0; k < run.length; k += kDepth) {
+        const std::int64_t depth = run.length - k < kDepth ? run.length - k : kDepth;
+        WidenLeft(run.a[0] + k * run.a_stride, run.a_stride, depth, left);
+        Panels<NB, 0>(run, k, depth, left, c, ldc, accumulate);
+        accumulate = true;
+        for (std::int64_t i = 0; i < depth; ++i) aside.Step();
+      }
+    }
+  }
+
+ private:
+  using Vector = typename VectorOf<kLanes>::Float;
+  using Bits = typename VectorOf<kLanes>::Bits;
+
+  /// Tiles of the contraction between two visits of C: a superblock's. 16 KB of left tiles, 8 KB of each right panel.
+  static constexpr std::int64_t kDepth = kSuperblock;
+  static constexpr std::int64_t kRowFloats = kDepth * kTileColumns;
+
+  /// Of each row of a tile, the 16 first numbers of its pairs and then the 16 second ones.
+  static void WidenLeft(const BFloat16* tiles, std::int64_t stride, std::int64_t depth, float* left) {
+    for (std::int64_t t = 0; t < depth; ++t) {
+      for (int i = 0; i < 16; ++i) {
+        for (int v = 0; v < 16; v += kLanes) {
+          Bits pairs;
+          std::memcpy(&pairs, tiles + t * stride + 32 * i + 2 * v, sizeof(pairs));
+          const Bits first = pairs << 16, second = pairs & 0xffff0000u;
+          std::memcpy(left + i * kRowFloats + 32 * t + v, &first, sizeof(first));
+          std::memcpy(left + i * kRowFloats + 32 * t + 16 + v, &second, sizeof(second));
+        }
+      }
+    }
+  }
+
+  template <int NB, int kFirst>
+  MOESAIC_INLINE static void Panels(const CellRun& run, std::int64_t k, std::int64_t depth, const float* left, float* c,
+                                    std::int64_t ldc, bool accumulate) {
+    if constexpr (kFirst < NB) {
+      constexpr int kCount = NB - kFirst < kPanels ? NB - kFirst : kPanels;
+      const BFloat16* right[kCount];
+      for (int b = 0; b < kCount; ++b) right[b] = run.b[kFirst + b] + k * run.b_stride;
+      Rows<kCount, 16>(right, run.b_stride, depth, left, c + 16 * kFirst, ldc, accumulate);
+      Panels<NB, kFirst + kPanels>(run, k, depth, left, c, ldc, accumulate);
+    }
+  }
+
+  /// The last kRows rows of a panel, in groups of even size.
+  template <int kCount, int kRows>
+  MOESAIC_INLINE static void Rows(const BFloat16* const* right, std::int64_t stride, std::int64_t depth, const float* left,
+                                  float* c, std::int64_t ldc, bool accumulate) {
+    if constexpr (kRows > 0) {
+      constexpr int kGroups = (kRows + kGroup - 1) / kGroup;
+      constexpr int kNow = (kRows + kGroups - 1) / kGroups;
+      Block<kNow, kCount>(right, stride, depth, left + (16 - kRows) * kRowFloats, c + (16 - kRows) * ldc, ldc, accumulate);
+      Rows<kCount, kRows - kNow>(right, stride, depth, left, c, ldc, accumulate);
+    }
+  }
+
+  /// kRows rows of kCount panels of C, in registers along `depth` tiles.
+  template <int kRows, int kCount>
+  [[gnu::noinline]] static void Block(const BFloat16* const* right, std::int64_t stride, std::int64_t depth, const float* left,
+                                      float* c, std::int64_t ldc, bool accumulate) {
+    constexpr int kVectors = kCount * 16 / kLanes;
+    Vector sum[kRows][kVectors] = {};
+    if (accumulate) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kVectors; ++j) std::memcpy(&sum[i][j], c + i * ldc + j * kLanes, sizeof(Vector));
+      }
+    }
+    for (std::int64_t t = 0; t < depth; ++t) {
+      const BFloat16* b[kCount];
+#pragma GCC unroll 3
+      for (int j = 0; j < kCount; ++j) b[j] = right[j] + t * stride;
+      const float* a = left + 32 * t;
+      for (int p = 0; p < 16; ++p) {
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          Vector wide[kVectors];
+#pragma GCC unroll 8
+          for (int j = 0; j < kVectors; ++j) {
+            Bits pairs;
+            std::memcpy(&pairs, b[j * kLanes / 16] + 32 * p + 2 * (j * kLanes % 16), sizeof(pairs));
+            pairs = half == 0 ? pairs << 16 : pairs & 0xffff0000u;
+            std::memcpy(&wide[j], &pairs, sizeof(pairs));
+          }
+#pragma GCC unroll 16
+          for (int i = 0; i < kRows; ++i) {
+            const float number = a[i * kRowFloats + 16 * half + p];
+#pragma GCC unroll 8
+            for (int j = 0; j < kVectors; ++j) sum[i][j] += number * wide[j];
+          }
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kVectors; ++j) std::memcpy(c + i * ldc + j * kLanes, &sum[i][j], sizeof(Vector));
+    }
+  }
+};
+
+}  // namespace
