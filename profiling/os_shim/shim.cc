@@ -1,7 +1,7 @@
 // Counts the calls to the operating system that a training step should not make: LD_PRELOAD this library, and ask it.
 //
-// It stands before libc's functions of the same names. What libc does inside itself (an allocator that maps memory, a mutex that
-// waits) and libraries with system calls of their own do not pass here; context switches and page faults, which the kernel
+// It stands before libc's functions of the same names. What libc does inside itself (an allocator that maps memory, a mutex
+// that waits) and libraries with system calls of their own do not pass here; context switches and page faults, which the kernel
 // counts (getrusage), see those too.
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -55,7 +55,13 @@ mode_t ModeOf(int flags, va_list arguments) {
 }  // namespace
 
 #define MOESAIC_EXPORT extern "C" __attribute__((visibility("default")))
-#define MOESAIC_NEXT(name) Next(*[] { static std::atomic<decltype(::name)*> kept{nullptr}; return &kept; }(), #name)
+#define MOESAIC_NEXT(name)                                   \
+  Next(                                                      \
+      *[] {                                                  \
+        static std::atomic<decltype(::name)*> kept{nullptr}; \
+        return &kept;                                        \
+      }(),                                                   \
+      #name)
 
 /// Writes the counts since the process began, in the order of `Counter`, and returns how many there are.
 MOESAIC_EXPORT int moesaic_os_counts(std::int64_t* out) {

@@ -86,8 +86,12 @@ TEST_F(TraceTest, FusedWorkAddsUpToTheTimers) {
   const Event a = Ranges(own)[0], b = Ranges(other)[0];
   EXPECT_EQ(a.end_ns, b.begin_ns);
   for (const RangeStats& stats : Snapshot()) {
-    if (stats.name == "traced own") EXPECT_EQ(stats.thread_ns, a.end_ns - a.begin_ns);
-    if (stats.name == "traced other") EXPECT_EQ(stats.thread_ns, b.end_ns - b.begin_ns);
+    if (stats.name == "traced own") {
+      EXPECT_EQ(stats.thread_ns, a.end_ns - a.begin_ns);
+    }
+    if (stats.name == "traced other") {
+      EXPECT_EQ(stats.thread_ns, b.end_ns - b.begin_ns);
+    }
   }
 }
 
