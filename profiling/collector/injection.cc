@@ -56,7 +56,7 @@ void WriteReports() {
 std::string Narrow(const wchar_t* wide) {
   std::string text;
   for (; wide != nullptr && *wide != 0; ++wide) {
-    const auto c = static_cast<std::uint32_t>(*wide);
+    const auto c = static_cast<std::uint32_t>(static_cast<char32_t>(*wide));
     if (c < 0x80) {
       text += static_cast<char>(c);
     } else if (c < 0x800) {

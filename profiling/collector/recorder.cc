@@ -26,7 +26,7 @@ struct Open {
 
 std::int64_t CapacityFromEnvironment() {
   const char* text = std::getenv("MOESAIC_NVTX_CAPACITY");
-  const long long wanted = text == nullptr ? 0 : std::atoll(text);
+  const long long wanted = text == nullptr ? 0 : std::strtoll(text, nullptr, 10);
   return wanted > 0 ? wanted : kDefaultCapacity;
 }
 

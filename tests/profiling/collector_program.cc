@@ -84,7 +84,7 @@ void Forked() {
 
 int main(int argc, char** argv) {
   const std::string_view way = argc > 1 ? argv[1] : "";
-  if (way == "many") Many(std::atoi(argv[2]), std::atoi(argv[3]));
+  if (way == "many") Many(std::stoi(argv[2]), std::stoi(argv[3]));
   if (way == "malformed") Malformed();
   if (way == "fork") Forked();
   if (way == "exit") {  // in a range, with a thread that is inside one too

@@ -147,7 +147,7 @@ class AccountTest : public TraceTest, public testing::WithParamInterface<threadp
 // Four chains of tasks on three workers: one worker has two chains, the others wait for it at the end.
 TEST_P(AccountTest, BusyAndIdleTimesAddUpToTheRun) {
   constexpr int kThreads = 3, kChains = 4, kLinks = 5;
-  constexpr milliseconds kTask(2);
+  static constexpr milliseconds kTask(2);
   threadpool::Pool pool(kThreads, GetParam());
   threadpool::TaskGraph graph;
   const RangeId id = RegisterRange("account", "test");
