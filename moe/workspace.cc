@@ -46,6 +46,21 @@ std::int64_t Bytes(const Workspace& w) {
   return w.rows.bytes() + w.jobs.bytes() + w.lora.bytes() + w.tokens.bytes() + w.dense.bytes() + w.dense_hidden.bytes();
 }
 
+/// Freed when the thread ends. By a key and not as a thread_local object: where memory cannot be had, the C++ runtime ends the
+/// process when it registers the destructor of one.
+CountedScratch* NewThreadScratch() {
+  static const pthread_key_t key = [] {
+    pthread_key_t made;
+    if (pthread_key_create(&made, [](void* scratch) { delete static_cast<CountedScratch*>(scratch); }) != 0) {
+      throw std::bad_alloc();
+    }
+    return made;
+  }();
+  auto scratch = std::make_unique<CountedScratch>();
+  if (pthread_setspecific(key, scratch.get()) != 0) throw std::bad_alloc();
+  return scratch.release();
+}
+
 }  // namespace
 
 WorkspaceLease::WorkspaceLease() {
@@ -90,9 +105,10 @@ void SlotPool::Free(std::int64_t slot, int worker) {
 }
 
 void* ThreadScratch(std::int64_t bytes) {
-  thread_local CountedScratch scratch;
-  scratch.Ensure(bytes);
-  return scratch.buffer.data();
+  thread_local CountedScratch* scratch = nullptr;
+  if (scratch == nullptr) scratch = NewThreadScratch();
+  scratch->Ensure(bytes);
+  return scratch->buffer.data();
 }
 
 std::int64_t ThreadScratchBytes() { return g_thread_scratch; }

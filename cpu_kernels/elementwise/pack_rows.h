@@ -65,12 +65,18 @@ MOESAIC_INLINE void LoadTileRow(const PackRowsArgs& args, std::int64_t row, std:
 
 /// The permutation of a stored tile's row: 8-byte groups 0..7 go to 0, 2, 4, 6, 1, 3, 5, 7.
 MOESAIC_INLINE void PermuteTileRow(const BFloat16* in, BFloat16* out) {
+#if defined(__AVX512F__)
+  // One store of the whole row: the vector load that follows cannot be served from two halves still on their way.
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi64(order, _mm512_loadu_si512(in)));
+#else
   using U64x4 = std::uint64_t __attribute__((vector_size(32)));
   U64x4 half[2], to[2];
   std::memcpy(half, in, sizeof(half));
   to[0] = __builtin_shufflevector(half[0], half[1], 0, 4, 1, 5);
   to[1] = __builtin_shufflevector(half[0], half[1], 2, 6, 3, 7);
   std::memcpy(out, to, sizeof(to));
+#endif
 }
 
 /// Rows are gathered from all over the tensor, sixteen at a time: too many places for the hardware to run ahead in. This many
