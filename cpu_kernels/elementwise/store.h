@@ -71,6 +71,7 @@ inline void StoreColumns(const StoreColumnsArgs& args) {
   } else {
     StoreColumnsOf<BFloat16>(args);
   }
+  StreamFence();
 }
 
 template <typename T>
@@ -94,6 +95,7 @@ inline void StoreRows(const StoreRowsArgs& args) {
   } else {
     StoreRowsOf<BFloat16>(args);
   }
+  StreamFence();
 }
 
 }  // namespace
