@@ -14,6 +14,7 @@
 #include "moe/workspace.h"
 #include "profiling/bench/ceiling.h"
 #include "profiling/bench/gemm_probe.h"
+#include "profiling/bench/machine_probe.h"
 #include "profiling/bench/pool_probe.h"
 #include "threadpool/pool.h"
 #include "threadpool/topology.h"
@@ -129,6 +130,63 @@ std::unique_ptr<bench::GemmProbe> MakeGemmProbe(std::size_t tier, const std::str
                                             MatrixOf(weights, "weights", DType::kBFloat16), copies);
 }
 
+const KernelTier& RunnableTier(const std::string& name) {
+  for (const KernelTier* tier : KernelTiers()) {
+    if (tier->name == name && tier->runs_here()) return *tier;
+  }
+  throw std::invalid_argument("isa is \"" + name + "\", expected a tier that runs here");
+}
+
+/// A pool of `threads` own threads, on which the machine is measured.
+class MachineProbe {
+ public:
+  explicit MachineProbe(int threads) : pool_(threads, threadpool::ThreadSource::kOwn) {}
+  double Compute(const std::string& isa, double seconds) { return bench::MeasureCompute(isa, &pool_, seconds); }
+  double Read(std::int64_t bytes, double seconds) { return bench::MeasureBlockRead(&pool_, bytes, seconds); }
+  double Memory(std::int64_t bytes, double seconds) { return bench::ReadProbe(&pool_, bytes).Measure(seconds); }
+  double Stream(const std::string& isa, bool direct, std::int64_t bytes) {
+    return bench::MeasureStream(RunnableTier(isa), direct, &pool_, bytes);
+  }
+  std::pair<double, double> Dispatch() {
+    const bench::PoolFigures figures = bench::MeasurePool(pool_);
+    return {figures.job_us, figures.task_us};
+  }
+
+ private:
+  threadpool::Pool pool_;
+};
+
+py::dict KernelFiguresOf(const std::string& isa) {
+  KernelFigures figures;
+  {
+    const Unlocked unlocked;
+    figures = bench::MeasureKernels(RunnableTier(isa));
+  }
+  py::dict row;
+  row["left_panels"] = figures.left_panels;
+  row["right_panels"] = figures.right_panels;
+  row["step_ns"] = figures.step_ns;
+  row["cell_ns"] = figures.cell_ns;
+  row["call_ns"] = figures.call_ns;
+  row["unpack_tile_ns"] = figures.unpack_tile_ns;
+  row["unpack_overlaps"] = figures.unpack_overlaps;
+  row["pack_gbps"] = figures.pack_gbps;
+  return row;
+}
+
+void RegisterMachineProbe(py::module_& module) {
+  using WithoutLock = py::call_guard<Unlocked>;
+  py::class_<MachineProbe>(module, "MachineProbe", "Probes on a pool of so many own threads; profiling/bench/machine_probe.h.")
+      .def(py::init<int>(), py::arg("threads"))
+      .def("compute", &MachineProbe::Compute, py::arg("isa"), py::arg("seconds"), WithoutLock())
+      .def("read", &MachineProbe::Read, py::arg("bytes"), py::arg("seconds"), WithoutLock())
+      .def("memory", &MachineProbe::Memory, py::arg("bytes"), py::arg("seconds"), WithoutLock())
+      .def("stream", &MachineProbe::Stream, py::arg("isa"), py::arg("direct"), py::arg("bytes"), WithoutLock())
+      .def("dispatch", &MachineProbe::Dispatch, WithoutLock());
+  module.def("measure_latency", &bench::MeasureLatency, py::arg("bytes"), py::arg("seconds"), WithoutLock());
+  module.def("measure_kernels", &KernelFiguresOf, py::arg("isa"));
+}
+
 void RegisterGemmProbe(py::module_& module) {
   module.def(
       "kernel_tiers",
@@ -169,6 +227,7 @@ void RegisterBench(py::module_& module) {
   module.def("scratch_bytes", &moe::StoredWorkspaceBytes, "Scratch memory that calls of the layer left behind for the next.");
   RegisterPoolProbe(module);
   RegisterGemmProbe(module);
+  RegisterMachineProbe(module);
 }
 
 }  // namespace moesaic::bindings

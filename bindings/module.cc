@@ -10,6 +10,7 @@
 
 #include "bindings/arena.h"
 #include "bindings/bench_bindings.h"
+#include "bindings/evaluator_bindings.h"
 #include "bindings/layer_module.h"
 #include "bindings/profiling_bindings.h"
 #include "bindings/tensor.h"
@@ -112,4 +113,5 @@ PYBIND11_MODULE(_core, module) {
   bindings::BindMemory(module);
   bindings::BindLayer(module);
   bindings::RegisterBench(module);
+  bindings::RegisterEvaluator(module);
 }

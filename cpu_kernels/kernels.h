@@ -199,7 +199,10 @@ using TransposeFunction = void (*)(const float* const* rows, float* out, std::in
 /// One tier of kernels.
 struct KernelTier {
   const char* name;
-  bool (*runs_here)();  ///< supported by the CPU and permitted by the operating system
+  std::int64_t left_panels;   ///< of one cell (tile_gemm.h): what its edges are a multiple of
+  std::int64_t right_panels;  ///<
+  bool unpack_overlaps;       ///< the unpack form interleaves weights beside its products instead of before them
+  bool (*runs_here)();        ///< supported by the CPU and permitted by the operating system
   void (*direct_gemm)(const DirectGemmArgs&);
   void (*unpack_gemm)(const UnpackGemmArgs&);
   void (*gradient_gemm)(const GradientGemmArgs&);

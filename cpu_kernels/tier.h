@@ -14,8 +14,10 @@ namespace {
 
 template <class Cell>
 constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
-  return {name,           runs_here, DirectGemm<Cell>, UnpackGemm<Cell>, GradientGemm<Cell>, PackRows, SwigluForward,
-          SwigluBackward, MergeRows, Transpose,        PackColumns,      StoreColumns,       StoreRows};
+  return {name,      Cell::kMaxA,      Cell::kMaxB,      Cell::kVectorsIdle,
+          runs_here, DirectGemm<Cell>, UnpackGemm<Cell>, GradientGemm<Cell>,
+          PackRows,  SwigluForward,    SwigluBackward,   MergeRows,
+          Transpose, PackColumns,      StoreColumns,     StoreRows};
 }
 
 }  // namespace

@@ -4,8 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cstring>
 #include <fstream>
 #include <new>
@@ -14,14 +12,10 @@
 
 #include "cpu_kernels/isa.h"
 #include "profiling/bench/probes.h"
-#include "profiling/bench/start_barrier.h"
+#include "profiling/bench/rate.h"
 
 namespace moesaic::bench {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double SecondsSince(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 struct ComputeKernel {
   const char* isa;
@@ -70,48 +64,6 @@ void CheckSeconds(double seconds) {
   }
 }
 
-// body(worker) once on each worker of the pool, all at the same time; null: on the calling thread, as worker 0.
-template <typename Body>
-void OnAllWorkers(threadpool::Pool* pool, Body&& body) {
-  const int threads = pool == nullptr ? 1 : pool->num_threads();
-  if (threads == 1) {
-    body(0);
-    return;
-  }
-  // Nobody leaves the barrier before all have come, so no worker takes two of the tasks.
-  StartBarrier barrier(threads);
-  pool->ParallelFor(threads, [&](std::int64_t, int worker) {
-    barrier.Wait();
-    body(worker);
-  });
-}
-
-// turn(worker) does a few microseconds of work and says how much; returns work a second, summed over the workers.
-template <typename Turn>
-double MeasureRate(threadpool::Pool* pool, double seconds, Turn&& turn) {
-  struct alignas(64) Slot {
-    double rate = 0.0;
-  };
-  std::vector<Slot> slots(static_cast<std::size_t>(pool == nullptr ? 1 : pool->num_threads()));
-  OnAllWorkers(pool, [&](int worker) {
-    for (const Clock::time_point start = Clock::now(); SecondsSince(start) < 0.1 * seconds;) turn(worker);
-    const Clock::time_point start = Clock::now();
-    double work = 0.0;
-    double elapsed = 0.0;
-    do {
-      work += turn(worker);
-      elapsed = SecondsSince(start);
-    } while (elapsed < seconds);
-    slots[static_cast<std::size_t>(worker)].rate = work / elapsed;
-  });
-  double rate = 0.0;
-  for (const Slot& slot : slots) rate += slot.rate;
-  return rate;
-}
-
-// A result that nobody reads, kept so that the compiler cannot drop the loop.
-std::atomic<std::uint64_t> g_sink{0};
-
 std::int64_t FreeMemoryBytes() {
   std::ifstream info("/proc/meminfo");
   std::string key;
@@ -145,7 +97,7 @@ double MeasureCompute(std::string_view isa, threadpool::Pool* pool, double secon
     kernel.loop(kernel.steps_per_turn, &sink);
     std::uint32_t bits;
     std::memcpy(&bits, &sink, sizeof(bits));
-    g_sink.store(bits, std::memory_order_relaxed);
+    Keep(bits);
     return kernel.step_flops * static_cast<double>(kernel.steps_per_turn);
   });
   return flops * 1e-9;
@@ -211,7 +163,7 @@ class ReadProbe::Impl {
   double Rate(const ReadLoop& loop, double seconds) {
     return 1e-9 * MeasureRate(pool_, seconds, [&](int worker) {
              std::int64_t& turn = shares_[static_cast<std::size_t>(worker)].turn;
-             g_sink.store(loop.read(Share(worker), share_bytes_, turn), std::memory_order_relaxed);
+             Keep(loop.read(Share(worker), share_bytes_, turn));
              turn = turn + 1 < share_bytes_ / kReadTurnBytes ? turn + 1 : 0;
              return static_cast<double>(kReadTurnBytes);
            });

@@ -17,6 +17,9 @@ struct ReadLoop {
   std::uint64_t (*read)(const std::byte* share, std::int64_t share_bytes, std::int64_t turn);
 };
 
+/// Reads `bytes`, a multiple of 512, `times` times from the front to the end. Returns something that depends on them.
+using ReadBlock = std::uint64_t (*)(const std::byte* block, std::int64_t bytes, std::int64_t times);
+
 constexpr std::int64_t kReadTurnBytes = 512 << 10;
 constexpr int kReadLoops = 4;
 
@@ -32,6 +35,10 @@ void ComputeAvx512Bf16(std::int64_t steps, float* sink);
 void ComputeAvx512(std::int64_t steps, float* sink);
 void ComputeAvx2(std::int64_t steps, float* sink);
 void ComputeSse2(std::int64_t steps, float* sink);
+
+std::uint64_t ReadBlockAvx512(const std::byte* block, std::int64_t bytes, std::int64_t times);
+std::uint64_t ReadBlockAvx2(const std::byte* block, std::int64_t bytes, std::int64_t times);
+std::uint64_t ReadBlockSse2(const std::byte* block, std::int64_t bytes, std::int64_t times);
 
 extern const ReadLoop kReadAvx512[kReadLoops];
 extern const ReadLoop kReadAvx2[kReadLoops];

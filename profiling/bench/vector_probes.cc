@@ -1,5 +1,5 @@
 // fp32 multiply-adds and streaming reads in plain vector types. Compiled once for each width, with the flags of that width:
-// MOESAIC_VECTOR_BYTES is the width; MOESAIC_COMPUTE and MOESAIC_READ name what comes out.
+// MOESAIC_VECTOR_BYTES is the width; MOESAIC_COMPUTE, MOESAIC_READ and MOESAIC_READ_BLOCK name what comes out.
 #include "profiling/bench/probes.h"
 
 namespace moesaic::bench {
@@ -60,6 +60,23 @@ void MOESAIC_COMPUTE(std::int64_t steps, float* sink) {
   float sum = 0.0f;
   for (int i = 0; i < kChains; ++i) sum += acc[i][0];
   *sink = sum;
+}
+
+std::uint64_t MOESAIC_READ_BLOCK(const std::byte* block, std::int64_t bytes, std::int64_t times) {
+  constexpr int kLoads = 8;
+  Words acc[kLoads] = {};
+  for (std::int64_t t = 0; t < times; ++t) {
+    for (std::int64_t offset = 0; offset < bytes; offset += kLoads * static_cast<std::int64_t>(sizeof(Words))) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kLoads; ++i) {
+        acc[i] ^= reinterpret_cast<const Words*>(block + offset)[i];
+      }
+    }
+    asm volatile("" ::: "memory");  // each time anew
+  }
+  Words all = acc[0];
+  for (int i = 1; i < kLoads; ++i) all ^= acc[i];
+  return all[0] ^ all[1];
 }
 
 extern const ReadLoop MOESAIC_READ[kReadLoops] = {

@@ -1,6 +1,7 @@
 """What C++ gives to the package. Users take the names of `moesaic` itself."""
 
-from typing import TypedDict
+from collections.abc import Sequence
+from typing import Any, TypedDict
 
 import torch
 
@@ -198,3 +199,49 @@ class GemmProbe:
 
     def result(self, out: torch.Tensor) -> None:
         """Writes the result of the last call to an fp32 tensor [rows, columns]."""
+
+class MachineProbe:
+    """Probes on a pool of so many own threads; rates are those of all of them together."""
+
+    def __init__(self, threads: int) -> None: ...
+    def compute(self, isa: str, seconds: float) -> float:
+        """GFLOP/s."""
+
+    def read(self, bytes: int, seconds: float) -> float:
+        """GB/s of reading a block of so many bytes a thread over and over."""
+
+    def memory(self, bytes: int, seconds: float) -> float:
+        """GB/s of streaming through so many bytes."""
+
+    def stream(self, isa: str, direct: bool, bytes: int) -> float:
+        """GB/s of weights that a GEMM form with 16 rows takes from memory."""
+
+    def dispatch(self) -> tuple[float, float]:
+        """Microseconds: a parallel loop of one task a thread, and each further task of a thread."""
+
+class KernelRow(TypedDict):
+    left_panels: int
+    right_panels: int
+    step_ns: list[list[float]]
+    cell_ns: float
+    call_ns: float
+    unpack_tile_ns: float
+    unpack_overlaps: bool
+    pack_gbps: float
+
+def measure_latency(bytes: int, seconds: float) -> float: ...
+def measure_kernels(isa: str) -> KernelRow: ...
+
+gemm_parts: tuple[str, ...]
+gemm_model_version: int
+_Problem = tuple[Sequence[int], int, int, int, int, float, str, bool]
+_Configuration = tuple[int, int, int, int, int, str]
+_Answer = tuple[_Configuration, float, list[float], int, int]
+
+class TileEvaluator:
+    """The GEMM model of one machine at one number of threads; see cpu_kernels/tile_evaluator/gemm_model.h."""
+
+    def __init__(self, figures: dict[str, Any]) -> None: ...
+    def choose(self, shapes: Sequence[_Problem], space: str) -> list[_Answer]: ...
+    def rank(self, shape: _Problem, space: str, count: int) -> list[_Answer]: ...
+    def estimate(self, shape: _Problem, configuration: _Configuration) -> _Answer: ...

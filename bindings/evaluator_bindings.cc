@@ -1,0 +1,194 @@
+#include "bindings/evaluator_bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/unlocked.h"
+#include "cpu_kernels/tile_evaluator/gemm_model.h"
+#include "threadpool/pool.h"
+
+namespace py = pybind11;
+
+namespace moesaic::bindings {
+namespace {
+
+template <typename T>
+T Field(const py::dict& dict, const char* name) {
+  if (!dict.contains(name)) throw std::invalid_argument(std::string("figure ") + name + " is missing");
+  try {
+    return dict[name].cast<T>();
+  } catch (const py::cast_error&) {
+    throw std::invalid_argument(std::string("figure ") + name + " has the wrong type");
+  }
+}
+
+MachineModel MachineOf(const py::dict& figures) {
+  MachineModel machine;
+  machine.threads = Field<int>(figures, "threads");
+  machine.compute_gflops = Field<double>(figures, "compute_gflops");
+  machine.gbps = Field<std::array<double, kMemoryLevels>>(figures, "gbps");
+  machine.latency_ns = Field<std::array<double, kMemoryLevels>>(figures, "latency_ns");
+  machine.cache_bytes = Field<std::array<std::int64_t, 3>>(figures, "cache_bytes");
+  machine.l3_bytes = Field<std::int64_t>(figures, "l3_bytes");
+  machine.job_us = Field<double>(figures, "job_us");
+  machine.task_us = Field<double>(figures, "task_us");
+  KernelFigures& kernel = machine.kernel;
+  kernel.left_panels = Field<std::int64_t>(figures, "left_panels");
+  kernel.right_panels = Field<std::int64_t>(figures, "right_panels");
+  kernel.step_ns = Field<std::array<std::array<double, 3>, 2>>(figures, "step_ns");
+  kernel.cell_ns = Field<double>(figures, "cell_ns");
+  kernel.call_ns = Field<double>(figures, "call_ns");
+  kernel.unpack_tile_ns = Field<double>(figures, "unpack_tile_ns");
+  kernel.unpack_overlaps = Field<bool>(figures, "unpack_overlaps");
+  kernel.pack_gbps = Field<double>(figures, "pack_gbps");
+  kernel.direct_gbps = Field<double>(figures, "direct_gbps");
+  kernel.unpack_gbps = Field<double>(figures, "unpack_gbps");
+  if (kernel.left_panels < 1 || kernel.left_panels > 2 || kernel.right_panels < 2 || kernel.right_panels > 3) {
+    throw std::invalid_argument("figures left_panels, right_panels are " + std::to_string(kernel.left_panels) + ", " +
+                                std::to_string(kernel.right_panels) + ", expected 1 or 2, and 2 or 3");
+  }
+  return machine;
+}
+
+GemmForm FormNamed(const std::string& form) {
+  if (form == "direct") return GemmForm::kDirect;
+  if (form == "unpack") return GemmForm::kUnpack;
+  if (form == "gradient") return GemmForm::kGradient;
+  throw std::invalid_argument("form is \"" + form + "\"; expected \"direct\", \"unpack\" or \"gradient\"");
+}
+
+CandidateSpace SpaceNamed(const std::string& space) {
+  if (space == "pruned") return CandidateSpace::kPruned;
+  if (space == "published") return CandidateSpace::kPublished;
+  throw std::invalid_argument("space is \"" + space + "\"; expected \"pruned\" or \"published\"");
+}
+
+LoopOrder OrderNamed(const std::string& order) {
+  if (order == "rows") return LoopOrder::kRows;
+  if (order == "columns") return LoopOrder::kColumns;
+  if (order == "depth") return LoopOrder::kDepth;
+  throw std::invalid_argument("order is \"" + order + "\"; expected \"rows\", \"columns\" or \"depth\"");
+}
+
+const char* NameOf(LoopOrder order) {
+  return order == LoopOrder::kRows ? "rows" : order == LoopOrder::kColumns ? "columns" : "depth";
+}
+
+/// (rows of each group, k, n, bytes of an input value, of an output value, of a weight, form, packed)
+using ProblemTuple =
+    std::tuple<std::vector<std::int64_t>, std::int64_t, std::int64_t, std::int64_t, std::int64_t, double, std::string, bool>;
+
+GemmProblem ProblemOf(const ProblemTuple& tuple) {
+  GemmProblem problem;
+  std::map<std::int64_t, std::int64_t, std::greater<>> counts;  // long groups first, as a good schedule has them
+  for (const std::int64_t rows : std::get<0>(tuple)) {
+    if (rows > 0) ++counts[rows];
+  }
+  for (const auto& [rows, groups] : counts) problem.groups.push_back({rows, groups});
+  problem.k = std::get<1>(tuple);
+  problem.n = std::get<2>(tuple);
+  problem.input_bytes = std::get<3>(tuple);
+  problem.output_bytes = std::get<4>(tuple);
+  problem.weight_bytes = std::get<5>(tuple);
+  problem.form = FormNamed(std::get<6>(tuple));
+  problem.packed = std::get<7>(tuple);
+  if (problem.k < 1 || problem.n < 1 || problem.groups.empty()) {
+    throw std::invalid_argument("shape has k " + std::to_string(problem.k) + ", n " + std::to_string(problem.n) +
+                                ", expected positive sizes and a group with rows");
+  }
+  return problem;
+}
+
+/// (task_rows, task_columns, call_rows, call_columns, call_depth, order)
+using ConfigurationTuple = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::string>;
+
+ConfigurationTuple TupleOf(const GemmConfiguration& c) {
+  return {c.task_rows, c.task_columns, c.call_rows, c.call_columns, c.call_depth, NameOf(c.order)};
+}
+
+GemmConfiguration ConfigurationOf(const ConfigurationTuple& tuple) {
+  const auto& [task_rows, task_columns, call_rows, call_columns, call_depth, order] = tuple;
+  return {task_rows, task_columns, call_rows, call_columns, call_depth, OrderNamed(order)};
+}
+
+/// (configuration, milliseconds, parts, bound, candidates)
+using AnswerTuple = std::tuple<ConfigurationTuple, double, std::array<double, kGemmParts>, std::int64_t, std::int64_t>;
+
+AnswerTuple TupleOf(const GemmAnswer& answer) {
+  return {TupleOf(answer.configuration), answer.estimate.milliseconds, answer.estimate.parts,
+          static_cast<std::int64_t>(answer.estimate.bound), answer.candidates};
+}
+
+/// The model of one machine at one number of threads.
+class Evaluator {
+ public:
+  explicit Evaluator(const py::dict& figures) : machine_(MachineOf(figures)) {}
+
+  std::vector<AnswerTuple> Choose(const std::vector<ProblemTuple>& shapes, const std::string& space) const {
+    std::vector<GemmProblem> problems;
+    problems.reserve(shapes.size());
+    for (const ProblemTuple& shape : shapes) problems.push_back(ProblemOf(shape));
+    const CandidateSpace candidates = SpaceNamed(space);
+    std::vector<GemmAnswer> answers(problems.size());
+    {
+      const Unlocked unlocked;
+      const auto choose = [&](std::int64_t i, int) {
+        const auto at = static_cast<std::size_t>(i);
+        answers[at] = ChooseGemm(problems[at], machine_, candidates);
+      };
+      if (problems.size() == 1) {
+        choose(0, 0);
+      } else {
+        threadpool::Pool::Default().ParallelFor(static_cast<std::int64_t>(problems.size()), choose);
+      }
+    }
+    std::vector<AnswerTuple> tuples;
+    tuples.reserve(answers.size());
+    for (const GemmAnswer& answer : answers) tuples.push_back(TupleOf(answer));
+    return tuples;
+  }
+
+  std::vector<AnswerTuple> Rank(const ProblemTuple& shape, const std::string& space, std::size_t count) const {
+    std::vector<AnswerTuple> tuples;
+    for (const GemmAnswer& answer : RankGemm(ProblemOf(shape), machine_, SpaceNamed(space), count)) {
+      tuples.push_back(TupleOf(answer));
+    }
+    return tuples;
+  }
+
+  AnswerTuple Estimate(const ProblemTuple& shape, const ConfigurationTuple& configuration) const {
+    const GemmProblem problem = ProblemOf(shape);
+    GemmAnswer answer;
+    answer.configuration = ConfigurationOf(configuration);
+    if (!Legal(problem, answer.configuration)) throw std::invalid_argument("configuration is not one that the kernels can run");
+    answer.estimate = EstimateGemm(problem, answer.configuration, machine_);
+    answer.candidates = 1;
+    return TupleOf(answer);
+  }
+
+ private:
+  MachineModel machine_;
+};
+
+}  // namespace
+
+void RegisterEvaluator(py::module_& module) {
+  py::list parts;
+  for (std::size_t i = 0; i < kGemmParts; ++i) parts.append(std::string(GemmPartName(static_cast<GemmPart>(i))));
+  module.attr("gemm_parts") = py::tuple(parts);
+  module.attr("gemm_model_version") = kGemmModelVersion;
+  py::class_<Evaluator>(module, "TileEvaluator", "The GEMM model of one machine; cpu_kernels/tile_evaluator/gemm_model.h.")
+      .def(py::init<const py::dict&>(), py::arg("figures"))
+      .def("choose", &Evaluator::Choose, py::arg("shapes"), py::arg("space"))
+      .def("rank", &Evaluator::Rank, py::arg("shape"), py::arg("space"), py::arg("count"))
+      .def("estimate", &Evaluator::Estimate, py::arg("shape"), py::arg("configuration"));
+}
+
+}  // namespace moesaic::bindings

@@ -1,0 +1,273 @@
+"""The tile evaluator in Python: the time of a GEMM on a machine, and the blocking that reaches it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from moesaic import _core
+from moesaic.perf.cache import Cache
+from moesaic.perf.machine import Machine
+from moesaic.perf.shapes import TYPES, WEIGHTS, GemmShape
+
+log = logging.getLogger("moesaic.perf")
+
+PARTS: tuple[str, ...] = _core.gemm_parts
+Space = Literal["pruned", "published"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """Two levels of tiles and the order of the loops; see ``cpu_kernels/tile_evaluator/gemm_model.h``."""
+
+    form: str
+    task_rows: int
+    task_columns: int
+    call_rows: int
+    call_columns: int
+    call_depth: int
+    order: str
+
+    def as_tuple(self) -> tuple[int, int, int, int, int, str]:
+        """What `_core` takes."""
+        return (
+            self.task_rows,
+            self.task_columns,
+            self.call_rows,
+            self.call_columns,
+            self.call_depth,
+            self.order,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmEstimate:
+    """What the evaluator says about a shape."""
+
+    milliseconds: float
+    parts: dict[str, float]
+    """Milliseconds by part, which add up to the whole: arithmetic, l1, l2, l3, dram, packing, edge, scheduling,
+    dispatch."""
+    bound: str
+    """The largest part."""
+    configuration: Configuration
+    candidates: int
+    """Configurations that were looked at."""
+    source: str = "analytic"
+    """"analytic", "measured" or "nearest"."""
+
+
+class GemmEvaluator:
+    """Times of GEMMs on one machine, by the same model that chooses the kernels' blocking.
+
+    Args:
+        machine: the machine.
+        threads: of the engine on it; None: all that the machine's figures reach to.
+        cache: where answers are kept; None: the one in MOESAIC_CACHE_DIR; False: in memory only.
+        isa: tier of kernels; None: the machine's.
+        space: "pruned": configurations that differ and are not bad by rule. "published": 20 tiles of L2 x 30 of L1 x 3
+            orders, 1,800 a shape.
+
+    Raises:
+        ValueError: more threads than the machine has, or an unknown tier.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        threads: int | None = None,
+        cache: Cache | Literal[False] | None = None,
+        *,
+        isa: str | None = None,
+        space: Space = "pruned",
+    ) -> None:
+        self.machine = machine
+        self.threads = threads if threads is not None else machine.threads
+        self.isa = isa or machine.isa
+        self.space: Space = space
+        self.cache: Cache | None = None if cache is False else cache if cache is not None else Cache()
+        self._core = _core.TileEvaluator(machine.figures(self.threads, self.isa))
+        self._prefix = f"v{_core.gemm_model_version}.{machine.identity}.{self.isa}.t{self.threads}.{space}."
+        self._answers: dict[GemmShape, tuple[str, GemmEstimate]] = {}
+        self.candidates = 0
+        """Configurations looked at so far."""
+
+    def evaluate(self, shape: GemmShape) -> GemmEstimate:
+        """The best configuration of a shape and its time.
+
+        Raises:
+            ValueError: the shape makes no sense.
+        """
+        known = self._answers.get(shape)
+        if known is not None:
+            if self.cache is not None:
+                self.cache.count(known[0])
+            return known[1]
+        return self.evaluate_many([shape])[0]
+
+    def evaluate_many(self, shapes: Sequence[GemmShape]) -> list[GemmEstimate]:
+        """The same for several, in parallel on the engine's threads."""
+        missing: dict[GemmShape, None] = {}
+        for shape in shapes:
+            if self._look_up(shape) is None:
+                missing.setdefault(shape)
+        if missing:
+            self._compute(list(missing))
+        return [self._answers[shape][1] for shape in shapes]
+
+    def known(self, shape: GemmShape) -> bool:
+        """Whether the answer is there already; counts as no use."""
+        return shape in self._answers or (self.cache is not None and self.cache.has(self.key(shape)))
+
+    def key(self, shape: GemmShape) -> str:
+        """The shape's key in the cache: version, machine, tier, threads, shape."""
+        return self._prefix + shape.key
+
+    def nearest(self, shape: GemmShape) -> GemmEstimate:
+        """An answer at once for a shape that was never looked at: the configuration of the nearest known one of the
+        same form and types, with the time that the model gives it here. Without any known one, `evaluate`."""
+        if shape in self._answers:
+            return self._answers[shape][1]
+        best, distance = None, math.inf
+        for other, (_, answer) in self._answers.items():
+            if (other.output, other.weights, other.form) != (shape.output, shape.weights, shape.form):
+                continue
+            apart = _distance(shape, other)
+            if apart < distance:
+                best, distance = answer, apart
+        if best is None:
+            return self.evaluate(shape)
+        configuration = _fitted(best.configuration, shape)
+        row = self._core.estimate(_problem(shape, configuration.form), configuration.as_tuple())
+        return _estimate(row, configuration.form, "nearest")
+
+    def estimate(self, shape: GemmShape, configuration: Configuration) -> GemmEstimate:
+        """The time of a given configuration.
+
+        Raises:
+            ValueError: the kernels cannot run it.
+        """
+        row = self._core.estimate(_problem(shape, configuration.form), configuration.as_tuple())
+        return _estimate(row, configuration.form, "analytic")
+
+    def rank(self, shape: GemmShape, count: int) -> list[GemmEstimate]:
+        """The best `count` configurations, best first."""
+        found = []
+        for form in _forms(shape):
+            rows = self._core.rank(_problem(shape, form), self.space, count)
+            found += [_estimate(row, form, "analytic") for row in rows]
+        return sorted(found, key=lambda e: e.milliseconds)[:count]
+
+    def _look_up(self, shape: GemmShape) -> GemmEstimate | None:
+        known = self._answers.get(shape)
+        if known is not None:
+            if self.cache is not None:
+                self.cache.count(known[0])
+            return known[1]
+        if self.cache is None:
+            return None
+        key = self.key(shape)
+        answer = _from_json(self.cache.get(key))
+        log.debug("%s %s", "hit" if answer is not None else "miss", key)
+        if answer is not None:
+            self._answers[shape] = (key, answer)
+        return answer
+
+    def _compute(self, shapes: list[GemmShape]) -> None:
+        problems = [(shape, form) for shape in shapes for form in _forms(shape)]
+        rows = self._core.choose([_problem(shape, form) for shape, form in problems], self.space)
+        best: dict[GemmShape, GemmEstimate] = {}
+        for (shape, form), row in zip(problems, rows, strict=True):
+            answer = _estimate(row, form, "analytic")
+            self.candidates += answer.candidates
+            if shape not in best or answer.milliseconds < best[shape].milliseconds:
+                best[shape] = answer
+        new = {}
+        for shape, answer in best.items():
+            key = self.key(shape)
+            self._answers[shape] = (key, answer)
+            new[key] = _to_json(answer)
+        if self.cache is not None:
+            self.cache.put(new)
+
+
+def _forms(shape: GemmShape) -> Iterable[str]:
+    if shape.form is not None:
+        return (shape.form,)
+    # A row-major bf16 result is what only the unpack form writes.
+    return ("unpack",) if shape.output == "bf16" else ("direct", "unpack")
+
+
+def _problem(shape: GemmShape, form: str) -> tuple[Any, ...]:
+    return (
+        shape.group_rows,
+        shape.k,
+        shape.n,
+        TYPES[shape.input],
+        TYPES[shape.output],
+        WEIGHTS[shape.weights],
+        form,
+        shape.packed,
+    )
+
+
+def _estimate(row: tuple[Any, ...], form: str, source: str) -> GemmEstimate:
+    configuration, milliseconds, parts, bound, candidates = row
+    by_name = dict(zip(PARTS, parts, strict=True))
+    return GemmEstimate(milliseconds, by_name, PARTS[bound], Configuration(form, *configuration), candidates, source)
+
+
+def _to_json(answer: GemmEstimate) -> list[Any]:
+    configuration = answer.configuration
+    parts = [float(f"{answer.parts[name]:.6g}") for name in PARTS]
+    return [
+        answer.milliseconds,
+        parts,
+        answer.bound,
+        [configuration.form, *configuration.as_tuple()],
+        answer.candidates,
+        answer.source,
+    ]
+
+
+def _from_json(value: Any) -> GemmEstimate | None:
+    """None where the entry is not what `_to_json` wrote: it is computed again."""
+    try:
+        milliseconds, parts, bound, configuration, candidates, source = value
+        return GemmEstimate(
+            float(milliseconds),
+            dict(zip(PARTS, map(float, parts), strict=True)),
+            bound if bound in PARTS else PARTS[0],
+            Configuration(*configuration),
+            int(candidates),
+            str(source),
+        )
+    except (TypeError, ValueError):
+        return None
+
+
+def _distance(a: GemmShape, b: GemmShape) -> float:
+    pairs = ((a.m, b.m), (a.k, b.k), (a.n, b.n), (a.groups, b.groups))
+    return sum(abs(math.log((x + 1) / (y + 1))) for x, y in pairs)
+
+
+def _fitted(configuration: Configuration, shape: GemmShape) -> Configuration:
+    """The configuration of another shape, made legal for this one."""
+
+    def up(value: int, grid: int) -> int:
+        return -(-value // grid) * grid
+
+    columns, rows = up(shape.n, 128), up(max(shape.m, 1), 16)
+    task_rows, task_columns = min(configuration.task_rows, rows), min(up(configuration.task_columns, 128), columns)
+    depth = configuration.call_depth
+    return dataclasses.replace(
+        configuration,
+        task_rows=task_rows,
+        task_columns=task_columns,
+        call_rows=min(configuration.call_rows, task_rows),
+        call_columns=min(up(configuration.call_columns, 32), task_columns),
+        call_depth=shape.k if depth % 256 != 0 or depth >= shape.k or shape.output == "bf16" else depth,
+    )

@@ -1,0 +1,358 @@
+"""What a machine can do: ceilings, bandwidths, latencies and the kernels' own figures, measured or read from a file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from moesaic import _core
+
+SCHEMA = 1
+ByThreads = Mapping[int, float]
+"""A figure for some numbers of threads, all threads together; between them it is interpolated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The kernels of one instruction-set tier; see ``KernelFigures`` in
+    ``cpu_kernels/tile_evaluator/machine_model.h``."""
+
+    left_panels: int
+    right_panels: int
+    step_ns: tuple[tuple[float, ...], ...]
+    """One step (32 of the contraction) of a cell of i + 1 left by j + 1 right panels, operands in L1, one thread."""
+    cell_ns: float
+    call_ns: float
+    unpack_tile_ns: float
+    unpack_overlaps: bool
+    pack_gbps: float
+    compute_gflops: ByThreads
+    """Multiply-adds on registers."""
+    direct_gbps: ByThreads
+    """Rate at which the direct form takes weights from memory."""
+    unpack_gbps: ByThreads
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """One host. Bandwidths in GB/s (1e9 bytes) are reads of all threads together."""
+
+    name: str
+    source: str
+    """"measured", or where the figures come from."""
+    cpu: str
+    isa: str
+    """The tier of kernels that it would use; a key of `kernels`."""
+    sockets: int
+    numa_nodes: int
+    cores: int
+    threads: int
+    """Threads of the engine at most: what the figures reach to."""
+    memory_bytes: int
+    l1_bytes: int
+    """Data cache of a core."""
+    l2_bytes: int
+    """Of a core."""
+    l3_bytes: int
+    """All last-level caches together."""
+    l1_gbps: ByThreads
+    l2_gbps: ByThreads
+    l3_gbps: ByThreads
+    dram_gbps: ByThreads
+    l1_ns: float
+    """A load that depends on the one before."""
+    l2_ns: float
+    l3_ns: float
+    dram_ns: float
+    job_us: ByThreads
+    """A parallel loop of one empty task a thread: what a dispatch costs."""
+    task_us: ByThreads
+    """What each further task costs a thread."""
+    kernels: Mapping[str, Kernels]
+
+    @property
+    def compute_gflops(self) -> ByThreads:
+        """The compute ceiling of the tier in use, by threads."""
+        return self.kernels[self.isa].compute_gflops
+
+    @property
+    def identity(self) -> str:
+        """Names this description: two machines with the same one give the same answers. 16 hexadecimal digits."""
+        text = json.dumps(self.to_json(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    # ---- files ----
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON document of `save`."""
+        document: dict[str, Any] = {"schema": SCHEMA}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "kernels":
+                value = {isa: _plain(dataclasses.asdict(kernels)) for isa, kernels in value.items()}
+            document[field.name] = _plain(value)
+        return document
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the description; a reader never sees half of it.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            file.write(json.dumps(self.to_json(), indent=1) + "\n")
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Machine:
+        """Reads a description.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is no description, or a figure is missing or makes no sense; one line that names the field.
+        """
+        return cls.from_json(_parse(Path(path).read_text(), str(path)), str(path))
+
+    @classmethod
+    def from_json(cls, document: Any, where: str = "machine") -> Machine:
+        """The machine of a document, as `load`; `where` begins the error message."""
+        if not isinstance(document, dict):
+            raise ValueError(f"{where}: expected a JSON object with the figures of a machine")
+        if document.get("schema") != SCHEMA:
+            raise ValueError(f"{where}: schema is {document.get('schema')!r}, expected {SCHEMA}")
+        kernels = _take(document, "kernels", where)
+        if not isinstance(kernels, dict) or not kernels:
+            raise ValueError(f"{where}: kernels is {kernels!r}, expected an object with a tier at least")
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            if field.name == "kernels":
+                values["kernels"] = {isa: _kernels_of(row, f"{where}: kernels.{isa}") for isa, row in kernels.items()}
+            else:
+                values[field.name] = _read(document, field.name, str(field.type), where)
+        machine = cls(**values)
+        if machine.isa not in machine.kernels:
+            raise ValueError(f"{where}: kernels.{machine.isa} is missing, the tier that isa names")
+        return machine
+
+    @classmethod
+    def named(cls, name: str) -> Machine:
+        """One of the descriptions that come with the package; `names()` lists them.
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        if name not in cls.names():
+            raise ValueError(f"machine is {name!r}, expected a file or one of {', '.join(cls.names())}, here")
+        file = resources.files(__package__).joinpath("machines").joinpath(f"{name}.json")
+        return cls.from_json(_parse(file.read_text(), name), name)
+
+    @staticmethod
+    def names() -> list[str]:
+        """The descriptions that come with the package."""
+        files = resources.files(__package__).joinpath("machines").iterdir()
+        return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
+
+    @classmethod
+    def find(cls, text: str) -> Machine:
+        """What a user names: "here", a name of `names()`, or a file.
+
+        Raises:
+            ValueError: it is none of them, or not a description.
+            OSError: the file cannot be read.
+        """
+        if text == "here":
+            return cls.here()
+        return cls.load(text) if os.path.exists(text) else cls.named(text)
+
+    # ---- this host ----
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This host: the description kept in the cache folder, measured when there is none that fits.
+
+        It fits when host, number of threads, tier and version are the same. Where the folder cannot be written it is
+        measured in each process.
+        """
+        from moesaic.perf.cache import cache_folder
+
+        path = cache_folder() / f"machine-{host_key()}.json"
+        try:
+            return cls.load(path)
+        except (OSError, ValueError):
+            machine = cls.measure()
+        with contextlib.suppress(OSError):
+            machine.save(path)
+        return machine
+
+    @classmethod
+    def measure(cls, progress: Callable[[str], None] | None = None) -> Machine:
+        """Measures this host, in a few seconds, on up to as many threads as the engine uses.
+
+        Args:
+            progress: is told what is being measured.
+        """
+        from moesaic.perf.measure import measure_machine
+
+        return measure_machine(progress)
+
+    # ---- for the model ----
+
+    def figures(self, threads: int, isa: str | None = None) -> dict[str, Any]:
+        """What `_core.TileEvaluator` takes: the machine as so many threads see it.
+
+        Raises:
+            ValueError: more threads than the figures reach to, or a tier that they lack.
+        """
+        isa = isa or self.isa
+        if isa not in self.kernels:
+            raise ValueError(f"isa is {isa!r}, expected one of {', '.join(self.kernels)}")
+        if not 1 <= threads <= self.threads:
+            raise ValueError(f"threads is {threads}, expected 1 to {self.threads}, what machine {self.name} has")
+        kernels = self.kernels[isa]
+        compute = at_threads(kernels.compute_gflops, threads)
+        # Threads beside it slow a core down: its clock, or its sibling on the same core.
+        slower = max(1.0, threads * at_threads(kernels.compute_gflops, 1) / compute)
+        return {
+            "threads": threads,
+            "compute_gflops": compute,
+            "gbps": [at_threads(x, threads) for x in (self.l1_gbps, self.l2_gbps, self.l3_gbps, self.dram_gbps)],
+            "latency_ns": [self.l1_ns, self.l2_ns, self.l3_ns, self.dram_ns],
+            "cache_bytes": [self.l1_bytes, self.l2_bytes, max(self.l3_bytes // threads, self.l2_bytes)],
+            "l3_bytes": self.l3_bytes,
+            "job_us": at_threads(self.job_us, threads),
+            "task_us": at_threads(self.task_us, threads),
+            "left_panels": kernels.left_panels,
+            "right_panels": kernels.right_panels,
+            "step_ns": [[x * slower for x in (*row, 0.0, 0.0, 0.0)[:3]] for row in (*kernels.step_ns, (), ())[:2]],
+            "cell_ns": kernels.cell_ns * slower,
+            "call_ns": kernels.call_ns * slower,
+            "unpack_tile_ns": kernels.unpack_tile_ns * slower,
+            "unpack_overlaps": kernels.unpack_overlaps,
+            "pack_gbps": kernels.pack_gbps / slower,
+            "direct_gbps": at_threads(kernels.direct_gbps, threads),
+            "unpack_gbps": at_threads(kernels.unpack_gbps, threads),
+        }
+
+
+def at_threads(figure: ByThreads, threads: int) -> float:
+    """The figure for so many threads; between two that were measured it is interpolated, beyond them it stays."""
+    if threads in figure:
+        return figure[threads]
+    below = max((n for n in figure if n < threads), default=None)
+    above = min((n for n in figure if n > threads), default=None)
+    if below is None or above is None:
+        return figure[above if below is None else below]  # type: ignore[index]
+    share = (threads - below) / (above - below)
+    return figure[below] + share * (figure[above] - figure[below])
+
+
+def host_key() -> str:
+    """Names this host and how the engine runs on it; a description measured under another key does not fit."""
+    topology = _core.topology()
+    parts = [
+        SCHEMA,
+        platform.node(),
+        _core.cpu_name(),
+        topology["cores"],
+        topology["pus"],
+        topology["l3"]["bytes"],
+        _core.get_num_threads(),
+        _core.isa(),
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+# ---- reading ----
+
+
+def _plain(value: Any) -> Any:
+    """Mappings by number of threads as JSON objects."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return value
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+
+
+def _take(document: Mapping[str, Any], name: str, where: str) -> Any:
+    if name not in document:
+        raise ValueError(f"{where}: {name} is missing")
+    return document[name]
+
+
+def _read(document: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
+    value = _take(document, name, where)
+    if kind == "str":
+        if not isinstance(value, str):
+            raise ValueError(f"{where}: {name} is {value!r}, expected text")
+        return value
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise ValueError(f"{where}: {name} is {value!r}, expected true or false")
+        return value
+    if kind == "int":
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{where}: {name} is {value!r}, expected a positive whole number")
+        return value
+    if kind == "float":
+        return _number(value, name, where, zero=name.endswith(("cell_ns", "call_ns")))
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f"{where}: {name} is {value!r}, expected an object of figures by threads")
+    figures = {}
+    for key, figure in value.items():
+        if not key.isdecimal() or int(key) < 1:
+            raise ValueError(f"{where}: {name}.{key}: expected numbers of threads as keys")
+        figures[int(key)] = _number(figure, f"{name}.{key}", where, zero=name == "task_us")
+    return dict(sorted(figures.items()))
+
+
+def _number(value: Any, name: str, where: str, zero: bool = False) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{where}: {name} is {value!r}, expected a number")
+    if value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{where}: {name} is {value!r}, expected a positive number")
+    return float(value)
+
+
+def _kernels_of(document: Any, where: str) -> Kernels:
+    if not isinstance(document, dict):
+        raise ValueError(f"{where} is {document!r}, expected an object")
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Kernels):
+        if field.name != "step_ns":
+            values[field.name] = _read(document, field.name, str(field.type), where)
+    rows = _take(document, "step_ns", where)
+    left, right = values["left_panels"], values["right_panels"]
+    if left > 2 or not 2 <= right <= 3:
+        raise ValueError(f"{where}: left_panels, right_panels are {left}, {right}, expected 1 or 2, and 2 or 3")
+    if (
+        not isinstance(rows, list)
+        or len(rows) < left
+        or any(not isinstance(row, list) or len(row) < right for row in rows)
+    ):
+        raise ValueError(f"{where}: step_ns is {rows!r}, expected {left} rows of {right} numbers")
+    values["step_ns"] = tuple(
+        tuple(_number(x, f"step_ns[{i}][{j}]", where) for j, x in enumerate(row[:right]))
+        for i, row in enumerate(rows[:left])
+    )
+    return Kernels(**values)

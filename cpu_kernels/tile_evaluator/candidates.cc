@@ -1,0 +1,145 @@
+// The configurations that are tried, and the choice among them.
+#include <algorithm>
+
+#include "cpu_kernels/gemm/tiles.h"
+#include "cpu_kernels/tile_evaluator/gemm_model.h"
+
+namespace moesaic {
+namespace {
+
+/// Columns of a superblock: what a task or a call of less than all columns is a multiple of.
+constexpr std::int64_t kColumnGrid = 128;
+/// Of a part of the contraction: a superblock of the direct form, and what one partial sum of the onednn tier covers.
+constexpr std::int64_t kDepthGrid = kSuperblock * kTileColumns;
+
+struct Axes {
+  std::array<std::int64_t, 5> task_rows;
+  std::array<std::int64_t, 4> task_columns;
+  std::array<std::int64_t, 3> call_rows;
+  std::array<std::int64_t, 5> call_columns;
+  std::array<std::int64_t, 2> call_depth;
+};
+
+Axes AxesOf(const GemmProblem& problem, const MachineModel& machine) {
+  std::int64_t rows = 0, groups = 0;
+  for (const GroupRows& group : problem.groups) {
+    rows = std::max(rows, group.rows);
+    groups += group.groups;
+  }
+  const std::int64_t all_rows = RoundUp(rows, kPanelRows), all_columns = RoundUp(problem.n, kColumnGrid);
+  const std::int64_t unit =
+      kPanelRows * (problem.form == GemmForm::kDirect ? machine.kernel.right_panels : machine.kernel.left_panels);
+  const auto of_unit = [&](std::int64_t target) { return std::min(all_rows, std::max(unit, target / unit * unit)); };
+  const auto shared = [&](std::int64_t tasks) {
+    return std::min(all_columns, RoundUp(CeilDiv(problem.n, std::max<std::int64_t>(1, CeilDiv(tasks, groups))), kColumnGrid));
+  };
+  const auto columns = [&](std::int64_t target) { return std::min(all_columns, target); };
+  return {
+      .task_rows = {all_rows, of_unit(384), of_unit(192), of_unit(96), unit},
+      .task_columns = {all_columns, shared(machine.threads), shared(3 * machine.threads), columns(2 * kColumnGrid)},
+      .call_rows = {all_rows, of_unit(96), of_unit(32)},
+      .call_columns = {columns(32), columns(64), columns(kColumnGrid), columns(4 * kColumnGrid), all_columns},
+      .call_depth = {problem.k, std::min(problem.k, 4 * kDepthGrid)},
+  };
+}
+
+/// Whether another candidate does the same, or nothing speaks for it.
+bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem) {
+  const bool one_row_call = c.call_rows >= c.task_rows, one_column_call = c.call_columns >= c.task_columns;
+  if (c.call_depth < problem.k) {
+    // Rows that are rounded as they come out have no sums to go on from.
+    if (problem.output_bytes == 2 && problem.form == GemmForm::kUnpack) return true;
+  } else if (c.order == LoopOrder::kDepth) {
+    return true;
+  }
+  if (c.order == LoopOrder::kRows && (one_row_call || one_column_call)) return true;
+  if (c.order == LoopOrder::kDepth && one_row_call && one_column_call) return true;
+  return false;
+}
+
+template <typename Visit>
+void ForEach(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space, Visit&& visit) {
+  const Axes axes = AxesOf(problem, machine);
+  const bool prune = space == CandidateSpace::kPruned;
+  const auto repeated = [prune](std::span<const std::int64_t> axis, std::size_t i) {
+    const auto before = axis.first(i);
+    return prune && std::find(before.begin(), before.end(), axis[i]) != before.end();
+  };
+  for (std::size_t tr = 0; tr < axes.task_rows.size(); ++tr) {
+    if (repeated(axes.task_rows, tr)) continue;
+    for (std::size_t tc = 0; tc < axes.task_columns.size(); ++tc) {
+      if (repeated(axes.task_columns, tc)) continue;
+      GemmConfiguration c{axes.task_rows[tr], axes.task_columns[tc]};
+      std::array<std::int64_t, 3> call_rows = axes.call_rows;
+      for (std::int64_t& rows : call_rows) rows = std::min(rows, c.task_rows);
+      std::array<std::int64_t, 5> call_columns = axes.call_columns;
+      for (std::int64_t& columns : call_columns) columns = std::min(columns, c.task_columns);
+      for (std::size_t cr = 0; cr < call_rows.size(); ++cr) {
+        if (repeated(call_rows, cr)) continue;
+        for (std::size_t cc = 0; cc < call_columns.size(); ++cc) {
+          if (repeated(call_columns, cc)) continue;
+          for (std::size_t cd = 0; cd < axes.call_depth.size(); ++cd) {
+            if (repeated(axes.call_depth, cd)) continue;
+            for (const LoopOrder order : {LoopOrder::kColumns, LoopOrder::kRows, LoopOrder::kDepth}) {
+              c.call_rows = call_rows[cr];
+              c.call_columns = call_columns[cc];
+              c.call_depth = axes.call_depth[cd];
+              c.order = order;
+              if (!prune || !IsPruned(c, problem)) visit(c);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+bool Legal(const GemmProblem& problem, const GemmConfiguration& c) {
+  const auto on_grid = [](std::int64_t value, std::int64_t grid, std::int64_t all) {
+    return value >= 1 && (value % grid == 0 || value >= all);
+  };
+  return on_grid(c.task_rows, kPanelRows, 1) && c.task_rows % kPanelRows == 0 && c.call_rows >= 1 &&
+         c.call_rows % kPanelRows == 0 && on_grid(c.task_columns, kColumnGrid, problem.n) &&
+         on_grid(c.call_columns, kTileColumns, problem.n) && on_grid(c.call_depth, kDepthGrid, problem.k) &&
+         (c.call_depth >= problem.k || problem.output_bytes == 4 || problem.form != GemmForm::kUnpack);
+}
+
+std::vector<GemmConfiguration> Candidates(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space) {
+  std::vector<GemmConfiguration> all;
+  ForEach(problem, machine, space, [&](const GemmConfiguration& c) { all.push_back(c); });
+  return all;
+}
+
+GemmAnswer ChooseGemm(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space) {
+  GemmAnswer best;
+  ForEach(problem, machine, space, [&](const GemmConfiguration& c) {
+    ++best.candidates;
+    if (!Legal(problem, c)) return;
+    const GemmEstimate estimate = EstimateGemm(problem, c, machine);
+    if (best.configuration.task_rows != 0 && estimate.milliseconds >= best.estimate.milliseconds) return;
+    best.configuration = c;
+    best.estimate = estimate;
+  });
+  return best;
+}
+
+std::vector<GemmAnswer> RankGemm(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space,
+                                 std::size_t count) {
+  std::vector<GemmAnswer> answers;
+  std::int64_t candidates = 0;
+  ForEach(problem, machine, space, [&](const GemmConfiguration& c) {
+    ++candidates;
+    if (!Legal(problem, c)) return;
+    const bool known = std::any_of(answers.begin(), answers.end(), [&](const GemmAnswer& a) { return a.configuration == c; });
+    if (!known) answers.push_back({c, EstimateGemm(problem, c, machine), 0});
+  });
+  std::stable_sort(answers.begin(), answers.end(),
+                   [](const GemmAnswer& a, const GemmAnswer& b) { return a.estimate.milliseconds < b.estimate.milliseconds; });
+  if (answers.size() > count) answers.resize(count);
+  for (GemmAnswer& answer : answers) answer.candidates = candidates;
+  return answers;
+}
+
+}  // namespace moesaic

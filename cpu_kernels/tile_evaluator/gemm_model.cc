@@ -1,0 +1,283 @@
+#include "cpu_kernels/tile_evaluator/gemm_model.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu_kernels/gemm/tiles.h"
+
+namespace moesaic {
+namespace {
+
+/// How well arithmetic and the levels of memory overlap: 1 not at all, infinity perfectly.
+constexpr double kOverlap = 3.0;
+/// What of a cache holds its data between two reads; the rest goes to what passes through.
+constexpr double kUsable = 0.75;
+
+/// What one task costs, on one thread: nanoseconds and bytes.
+struct TaskCost {
+  double cells_ns = 0;
+  double calls_ns = 0;
+  double unpack_ns = 0;
+  std::array<double, kMemoryLevels> bytes{};  ///< read or written beyond the caches below that level
+};
+
+/// Sizes of one task, and where its operands are read from the first time.
+struct TaskShape {
+  std::int64_t rows, columns;
+  MemoryLevel weights_from, activations_from, result_to;
+};
+
+double Product(std::int64_t a, std::int64_t b, double bytes) { return static_cast<double>(a) * static_cast<double>(b) * bytes; }
+
+class TaskCounter {
+ public:
+  TaskCounter(const GemmProblem& problem, const GemmConfiguration& configuration, const MachineModel& machine)
+      : p_(problem), c_(configuration), m_(machine) {
+    for (std::size_t level = 0; level < 3; ++level) usable_[level] = kUsable * static_cast<double>(m_.cache_bytes[level]);
+  }
+
+  TaskCost Count(const TaskShape& task) const {
+    TaskCost cost;
+    const std::int64_t call_rows = std::min(c_.call_rows, task.rows), call_columns = std::min(c_.call_columns, task.columns);
+    const std::int64_t depth = std::min(c_.call_depth, p_.k);
+    const std::int64_t row_calls = CeilDiv(task.rows, call_rows), column_calls = CeilDiv(task.columns, call_columns);
+    const std::int64_t depth_calls = CeilDiv(p_.k, depth);
+    const double calls = static_cast<double>(row_calls * column_calls * depth_calls);
+    CountCells(task, call_rows, depth_calls, cost);
+    cost.calls_ns = calls * m_.kernel.call_ns;
+
+    // Loops over calls: how often each operand is read anew, and what is read in between.
+    const double weights = Product(task.columns, p_.k, p_.weight_bytes), activations = Product(task.rows, p_.k, 2);
+    const std::int64_t span = c_.order == LoopOrder::kDepth ? depth : p_.k;
+    const double row_block = Product(call_rows, span, 2), column_block = Product(call_columns, span, 2);
+    const double all_rows = Product(task.rows, span, 2), all_columns = Product(task.columns, span, 2);
+    const bool rows_outer = c_.order == LoopOrder::kRows;
+    const double weights_between = rows_outer ? all_columns + row_block : column_block + row_block;
+    const double activations_between = rows_outer ? row_block + column_block : all_rows + column_block;
+    Add(cost, task.weights_from, weights);
+    Add(cost, Holds(weights_between), weights * static_cast<double>(row_calls - 1));
+    Add(cost, task.activations_from, activations);
+    Add(cost, Holds(activations_between), activations * static_cast<double>(column_calls - 1));
+
+    CountInsideCalls(task, call_rows, call_columns, depth, weights * static_cast<double>(row_calls),
+                     activations * static_cast<double>(column_calls), cost);
+    CountResult(task, call_rows, call_columns, depth, depth_calls, cost);
+    return cost;
+  }
+
+ private:
+  static void Add(TaskCost& cost, MemoryLevel level, double bytes) { cost.bytes[static_cast<std::size_t>(level)] += bytes; }
+
+  /// The cache in which data is found again after `bytes` of other data.
+  MemoryLevel Holds(double bytes) const {
+    for (std::size_t level = 0; level < 3; ++level) {
+      if (bytes <= usable_[level]) return static_cast<MemoryLevel>(level);
+    }
+    return MemoryLevel::kMemory;
+  }
+
+  /// Time of the steps of `left` x `right` panels along one step of the contraction, and how many cells they are.
+  std::pair<double, double> Cells(std::int64_t left, std::int64_t right, std::int64_t most_right) const {
+    const KernelFigures& kernel = m_.kernel;
+    const std::int64_t whole_left = left / kernel.left_panels, rest_left = left % kernel.left_panels;
+    const std::int64_t whole_right = right / most_right, rest_right = right % most_right;
+    const auto row = [&](std::int64_t na) {
+      const auto& step = kernel.step_ns[static_cast<std::size_t>(na - 1)];
+      return static_cast<double>(whole_right) * step[static_cast<std::size_t>(most_right - 1)] +
+             (rest_right > 0 ? step[static_cast<std::size_t>(rest_right - 1)] : 0.0);
+    };
+    const double ns = static_cast<double>(whole_left) * row(kernel.left_panels) + (rest_left > 0 ? row(rest_left) : 0.0);
+    const std::int64_t cells = (whole_left + (rest_left > 0 ? 1 : 0)) * (whole_right + (rest_right > 0 ? 1 : 0));
+    return {ns, static_cast<double>(cells)};
+  }
+
+  void CountCells(const TaskShape& task, std::int64_t call_rows, std::int64_t depth_calls, TaskCost& cost) const {
+    const double steps = static_cast<double>(CeilDiv(p_.k, kTileColumns));
+    const std::int64_t panels = CeilDiv(p_.form == GemmForm::kUnpack ? RoundUp(task.columns, 32) : task.columns, kPanelRows);
+    const auto of_rows = [&](std::int64_t rows, double calls) {
+      if (rows == 0) return;
+      const std::int64_t row_panels = CeilDiv(rows, kPanelRows);
+      const auto [ns, cells] = p_.form == GemmForm::kDirect   ? Cells(panels, row_panels, m_.kernel.right_panels)
+                               : p_.form == GemmForm::kUnpack ? Cells(row_panels, panels, 2)
+                                                              : Cells(row_panels, panels, m_.kernel.right_panels);
+      cost.cells_ns += calls * (ns * steps + cells * static_cast<double>(depth_calls) * m_.kernel.cell_ns);
+      if (p_.form == GemmForm::kUnpack) {
+        cost.unpack_ns += calls * static_cast<double>(CeilDiv(p_.k, kPanelRows)) *
+                          static_cast<double>(CeilDiv(task.columns, kTileColumns)) * m_.kernel.unpack_tile_ns;
+      }
+    };
+    of_rows(call_rows, static_cast<double>(task.rows / call_rows));
+    of_rows(task.rows % call_rows, 1.0);
+  }
+
+  /// A call reads one operand group by group and the other once for each of these groups.
+  void CountInsideCalls(const TaskShape& task, std::int64_t call_rows, std::int64_t call_columns, std::int64_t depth,
+                        double weights, double activations, TaskCost& cost) const {
+    const std::int64_t left = m_.kernel.left_panels * kPanelRows, right = m_.kernel.right_panels * kPanelRows;
+    const bool gradient = p_.form == GemmForm::kGradient;
+    // Kept: the operand whose groups are the outer loop of the kernel.
+    const std::int64_t kept_group = p_.form == GemmForm::kUnpack ? kTileColumns : left;
+    const std::int64_t passed_group = p_.form == GemmForm::kDirect ? right : p_.form == GemmForm::kUnpack ? left : right;
+    const std::int64_t kept_size = gradient ? call_rows : call_columns, passed_size = gradient ? call_columns : call_rows;
+    double kept = gradient ? activations : weights;
+    const double passed = gradient ? weights : activations;
+    const double passes = static_cast<double>(CeilDiv(passed_size, passed_group));
+    const double kept_between = Product(kept_group + passed_group, depth, 2);
+    if (p_.form == GemmForm::kUnpack) {
+      // Written once unpacked, then read from where it was written.
+      kept = Product(task.columns, p_.k, 2) * weights / Product(task.columns, p_.k, p_.weight_bytes);
+      Add(cost, Holds(2 * kept_between), kept * (passes + 1));
+    } else {
+      Add(cost, Holds(kept_between), kept * (passes - 1));
+    }
+    const double groups = static_cast<double>(CeilDiv(kept_size, kept_group));
+    Add(cost, Holds(Product(passed_size + kept_group, depth, 2)), passed * (groups - 1));
+  }
+
+  void CountResult(const TaskShape& task, std::int64_t call_rows, std::int64_t call_columns, std::int64_t depth,
+                   std::int64_t depth_calls, TaskCost& cost) const {
+    const double fp32 = Product(task.rows, task.columns, 4);
+    // Streaming stores write once; others read the line first.
+    const double factor = p_.form == GemmForm::kUnpack && p_.output_bytes == 2 ? 1.0 : 2.0;
+    Add(cost, task.result_to, factor * Product(task.rows, task.columns, static_cast<double>(p_.output_bytes)));
+    if (p_.form != GemmForm::kUnpack && p_.output_bytes == 2) {  // rounded from a block of fp32
+      Add(cost, Holds(Product(call_rows, call_columns, 4)), 2 * fp32);
+    }
+    if (depth_calls == 1) return;
+    const double between = c_.order == LoopOrder::kDepth
+                               ? fp32 + Product(task.rows + task.columns, depth, 2)
+                               : Product(call_rows, call_columns, 4) + Product(call_rows + call_columns, depth, 2);
+    Add(cost, Holds(between), 2 * fp32 * static_cast<double>(depth_calls - 1));
+  }
+
+  const GemmProblem& p_;
+  const GemmConfiguration& c_;
+  const MachineModel& m_;
+  std::array<double, 3> usable_{};
+};
+
+/// Milliseconds that a thread needs for a task, apart from waiting: overlapped times, and their shares.
+struct TaskTime {
+  double ms = 0;
+  std::array<double, kGemmParts> parts{};
+};
+
+double& PartOf(std::array<double, kGemmParts>& parts, GemmPart part) { return parts[static_cast<std::size_t>(part)]; }
+
+TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, const MachineModel& machine) {
+  constexpr double kNsToMs = 1e-6;
+  const double threads = machine.threads;
+  const KernelFigures& kernel = machine.kernel;
+  // A rate of x GB/s is x bytes a nanosecond.
+  const auto supply = [&](MemoryLevel level, double gbps) {
+    return cost.bytes[static_cast<std::size_t>(level)] * threads / gbps * kNsToMs;
+  };
+  const double memory_gbps = problem.form == GemmForm::kDirect   ? kernel.direct_gbps
+                             : problem.form == GemmForm::kUnpack ? kernel.unpack_gbps
+                                                                 : machine.gbps[3];
+  const double cells = (cost.cells_ns + cost.calls_ns) * kNsToMs;
+  const double unpack = cost.unpack_ns * kNsToMs;
+  std::array<double, 5> times = {cells, supply(MemoryLevel::kL2, machine.gbps[1]), supply(MemoryLevel::kL3, machine.gbps[2]),
+                                 supply(MemoryLevel::kMemory, memory_gbps), kernel.unpack_overlaps ? unpack : 0.0};
+  double powers = 0;
+  std::array<double, 5> power{};
+  for (std::size_t i = 0; i < times.size(); ++i) powers += power[i] = times[i] * times[i] * times[i];
+  static_assert(kOverlap == 3.0);
+  const double overlapped = std::cbrt(powers);
+  TaskTime time;
+  time.ms = overlapped + (kernel.unpack_overlaps ? 0.0 : unpack);
+  if (powers <= 0) return time;
+  const auto share = [&](std::size_t i) { return overlapped * power[i] / powers; };
+  // What the cells take: the ceiling's time for the flops that count, what edges add, and the rest, which is L1.
+  const double least = flops / (machine.compute_gflops / threads) * kNsToMs;
+  const double whole =
+      kernel.step_ns[static_cast<std::size_t>(kernel.left_panels - 1)]
+                    [static_cast<std::size_t>((problem.form == GemmForm::kUnpack ? 2 : kernel.right_panels) - 1)] /
+      static_cast<double>(kernel.left_panels * (problem.form == GemmForm::kUnpack ? 2 : kernel.right_panels));
+  const double without_edges = std::min(cells, std::max(least, flops / (2.0 * 16 * 16 * 32) * whole * kNsToMs));
+  const double arithmetic = std::min(least, cells);
+  const double scale = cells > 0 ? share(0) / cells : 0.0;
+  PartOf(time.parts, GemmPart::kArithmetic) = scale * arithmetic;
+  PartOf(time.parts, GemmPart::kL1) = scale * (without_edges - arithmetic);
+  PartOf(time.parts, GemmPart::kEdge) = scale * (cells - without_edges);
+  PartOf(time.parts, GemmPart::kL2) = share(1);
+  PartOf(time.parts, GemmPart::kL3) = share(2);
+  PartOf(time.parts, GemmPart::kMemory) = share(3);
+  PartOf(time.parts, GemmPart::kPacking) = share(4) + (kernel.unpack_overlaps ? 0.0 : unpack);
+  return time;
+}
+
+std::int64_t EvenRows(std::int64_t rows, std::int64_t most) { return RoundUp(CeilDiv(rows, CeilDiv(rows, most)), kPanelRows); }
+
+}  // namespace
+
+std::string_view GemmPartName(GemmPart part) {
+  constexpr std::array<std::string_view, kGemmParts> kNames = {"arithmetic", "l1",   "l2",         "l3",      "dram",
+                                                               "packing",    "edge", "scheduling", "dispatch"};
+  return kNames[static_cast<std::size_t>(part)];
+}
+
+GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& configuration, const MachineModel& machine) {
+  const TaskCounter counter(problem, configuration, machine);
+  const double threads = machine.threads;
+  double all_rows = 0;
+  for (const GroupRows& group : problem.groups) all_rows += static_cast<double>(group.rows) * static_cast<double>(group.groups);
+  const double l3 = kUsable * static_cast<double>(machine.l3_bytes);
+  const double packed_bytes = all_rows * static_cast<double>(problem.k) * 2;
+  const double result_bytes = all_rows * static_cast<double>(problem.n) * static_cast<double>(problem.output_bytes);
+  const double group_weights = Product(problem.n, problem.k, problem.weight_bytes);
+
+  GemmEstimate estimate;
+  double work = 0, tasks = 0, longest = 0, last = 0;
+  for (const GroupRows& group : problem.groups) {
+    const std::int64_t rows = EvenRows(group.rows, configuration.task_rows);
+    const std::int64_t chunks = CeilDiv(group.rows, rows);
+    const auto add = [&](std::int64_t task_rows, std::int64_t task_columns, double count, bool weights_again) {
+      if (task_rows == 0 || task_columns == 0 || count == 0) return;
+      TaskShape shape{task_rows, task_columns, MemoryLevel::kMemory, MemoryLevel::kL3, MemoryLevel::kL3};
+      if (weights_again && group_weights <= l3) shape.weights_from = MemoryLevel::kL3;
+      if (packed_bytes > l3) shape.activations_from = MemoryLevel::kMemory;
+      if (result_bytes > l3 || problem.output_bytes == 2) shape.result_to = MemoryLevel::kMemory;
+      const double flops = 2.0 * Product(task_rows, task_columns, static_cast<double>(problem.k));
+      const TaskTime time = TimeOf(counter.Count(shape), flops, problem, machine);
+      for (std::size_t i = 0; i < kGemmParts; ++i) estimate.parts[i] += count * time.parts[i] / threads;
+      work += count * time.ms;
+      tasks += count;
+      longest = std::max(longest, time.ms);
+      last = time.ms;
+    };
+    const auto groups = static_cast<double>(group.groups);
+    const auto add_columns = [&](std::int64_t task_rows, double count, bool again) {
+      add(task_rows, configuration.task_columns, count * static_cast<double>(problem.n / configuration.task_columns), again);
+      add(task_rows, problem.n % configuration.task_columns, count, again);
+    };
+    const std::int64_t whole_chunks = group.rows / rows;
+    if (whole_chunks > 0) add_columns(rows, groups, false);
+    if (whole_chunks > 1) add_columns(rows, groups * static_cast<double>(whole_chunks - 1), true);
+    if (chunks > whole_chunks) add_columns(group.rows % rows, groups, whole_chunks > 0);
+  }
+  // Equal tasks end in rounds; unequal ones fill up, and on average half of the last one is waited for.
+  const double even = work / threads;
+  double span = even;
+  if (machine.threads > 1 && tasks > 0) {
+    const double rounds = std::ceil(tasks / threads) * work / tasks;
+    const double uneven = std::max(longest, even + 0.5 * last * (threads - 1) / threads);
+    span = problem.groups.size() == 1 ? rounds : std::max(std::min(rounds, uneven), longest);
+  }
+  PartOf(estimate.parts, GemmPart::kScheduling) = span - even;
+  double packing = 0;
+  if (!problem.packed) {
+    const double bytes = all_rows * static_cast<double>(problem.k) * static_cast<double>(problem.input_bytes + 2);
+    packing = std::max(packed_bytes / (machine.kernel.pack_gbps * threads), bytes / machine.gbps[2]) * 1e-6;
+  }
+  PartOf(estimate.parts, GemmPart::kPacking) += packing;
+  const double jobs = problem.packed ? 1.0 : 2.0;
+  const double dispatch = (jobs * machine.job_us + tasks / threads * machine.task_us) * 1e-3;
+  PartOf(estimate.parts, GemmPart::kDispatch) = dispatch;
+  estimate.milliseconds = span + packing + dispatch;
+  const auto largest = std::max_element(estimate.parts.begin(), estimate.parts.end());
+  estimate.bound = static_cast<GemmPart>(largest - estimate.parts.begin());
+  return estimate;
+}
+
+}  // namespace moesaic

@@ -1,0 +1,41 @@
+// The figures of a machine that the GEMM model needs, for one number of threads.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace moesaic {
+
+/// Where bytes come from.
+enum class MemoryLevel { kL1, kL2, kL3, kMemory };
+inline constexpr std::size_t kMemoryLevels = 4;
+
+/// What the kernels of one tier do on this machine, on one core with its operands in the L1 cache.
+struct KernelFigures {
+  std::int64_t left_panels = 1;   ///< kMaxA of the cell, 1 or 2
+  std::int64_t right_panels = 1;  ///< kMaxB of the cell, 1 to 3
+  /// Nanoseconds of one step (32 of the contraction) of a cell with i + 1 left and j + 1 right panels.
+  std::array<std::array<double, 3>, 2> step_ns{};
+  double cell_ns = 0;            ///< begin and end of a cell: accumulators cleared and stored
+  double call_ns = 0;            ///< begin and end of a call
+  double unpack_tile_ns = 0;     ///< a stored tile becomes part of right factors (unpack form)
+  bool unpack_overlaps = false;  ///< beside the products instead of before them
+  double pack_gbps = 0;          ///< rows become tiles, bytes of bf16 written by one thread
+  double direct_gbps = 0;        ///< rate at which the direct form takes weights from memory, all threads together
+  double unpack_gbps = 0;        ///< the same, unpack form
+};
+
+/// A machine as `threads` threads see it. Rates are those of all threads together.
+struct MachineModel {
+  int threads = 1;
+  double compute_gflops = 0;                       ///< multiply-adds on registers, of the tier
+  std::array<double, kMemoryLevels> gbps{};        ///< reads
+  std::array<double, kMemoryLevels> latency_ns{};  ///< a load that depends on the one before
+  std::array<std::int64_t, 3> cache_bytes{};       ///< of one core: L1, L2; L3: what one thread may count as its own
+  std::int64_t l3_bytes = 0;                       ///< all of L3
+  double job_us = 0;                               ///< a parallel loop that does nothing
+  double task_us = 0;                              ///< one more task in it
+  KernelFigures kernel;
+};
+
+}  // namespace moesaic
