@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "profiling/calls.h"
 #include "profiling/range.h"
@@ -12,6 +13,10 @@ namespace {
 // A wake-up costs the waker about a microsecond and the sleeper five to fifty: nobody wakes more than two at a time, and
 // whoever was woken and sees more work wakes two more, so that n sleepers are up after log2(n) wake-ups.
 constexpr std::int64_t kWakesAtOnce = 2;
+
+// Looks in vain, each with a pause and some 0.1 to 0.5 us long, before a lane takes work from another node: longer than lanes
+// there need to find it, shorter than a task.
+constexpr int kLooksBeforeOtherNodes = 64;
 
 }  // namespace
 
@@ -24,7 +29,8 @@ int WorkerFrame::WorkerOf(const void* pool) {
   return -1;
 }
 
-Executor::Executor(const void* pool, int lanes, bool yield) : pool_(pool), yield_(yield), lanes_(lanes), nodes_(lanes) {}
+Executor::Executor(const void* pool, int lanes, bool yield, int nodes)
+    : pool_(pool), yield_(yield), lanes_(lanes), nodes_(lanes), queues_(static_cast<std::size_t>(nodes) + 1) {}
 
 void Executor::StartClock() {
   const bool was_timed = timed_;
@@ -62,17 +68,9 @@ void Executor::Start(bool helpers_stay) {
   // Several indices of a range at once: fewer trips to the shared counter; at most 1/16 of a lane's share, for balance.
   chunk_ = job_.is_range() ? std::clamp<std::int64_t>(roots / (16 * lanes()), 1, 64) : 1;
 
-  const std::int64_t used = queue_end_.load(std::memory_order_relaxed);
-  const std::int64_t needed = job_.size() - roots;
-  if ((needed > Deque::kCapacity || job_.any_in_turn()) && queue_capacity_ < needed) {
-    queue_ = std::make_unique<std::atomic<TaskId>[]>(needed);
-    queue_capacity_ = needed;
-    for (std::int64_t i = 0; i < needed; ++i) queue_[i].store(Deque::kNone, std::memory_order_relaxed);
-  } else {
-    for (std::int64_t i = 0; i < used; ++i) queue_[i].store(Deque::kNone, std::memory_order_relaxed);
-  }
-  queue_end_.store(0, std::memory_order_relaxed);
-  queue_begin_.store(0, std::memory_order_relaxed);
+  keeps_nodes_.store(job_.keeps_nodes(), std::memory_order_relaxed);
+  LayOutQueues();
+  for (const TaskId root : job_.node_roots()) PushQueue(QueueOf(job_.node(root)), root);
 
   remaining_.store(job_.size(), std::memory_order_relaxed);
   end_root_.store(0, std::memory_order_relaxed);
@@ -80,9 +78,37 @@ void Executor::Start(bool helpers_stay) {
   end_root_.store(roots, std::memory_order_seq_cst);
 }
 
+// The shared queue has a place for every task that is no root, the others one for every task of their node.
+void Executor::LayOutQueues() {
+  for (Queue& queue : queues_) {
+    const std::int64_t used = queue.end.load(std::memory_order_relaxed);
+    for (std::int64_t i = 0; i < used; ++i) places_[queue.first + i].store(Deque::kNone, std::memory_order_relaxed);
+    queue.end.store(0, std::memory_order_relaxed);
+    queue.begin.store(0, std::memory_order_relaxed);
+    queue.first = 0;
+  }
+  std::int64_t needed = job_.size() - job_.num_roots();
+  if (needed <= Deque::kCapacity && !job_.any_in_turn()) return;
+  if (job_.any_node()) {
+    for (TaskId task = 0; task < job_.size(); ++task) {
+      Queue& queue = QueueOf(job_.node(task));
+      if (&queue != queues_.data()) ++queue.first;  // a count, for now
+    }
+    for (std::size_t i = 1; i < queues_.size(); ++i) needed += std::exchange(queues_[i].first, needed);
+  }
+  if (num_places_ >= needed) return;
+  places_ = std::make_unique<std::atomic<TaskId>[]>(needed);
+  num_places_ = needed;
+  for (std::int64_t i = 0; i < needed; ++i) places_[i].store(Deque::kNone, std::memory_order_relaxed);
+}
+
 void Executor::OpenToHelpers() {
   open_.store(1, std::memory_order_seq_cst);
   WakeFor(0, job_.num_roots() - 1);
+  if (!job_.any_node()) return;
+  for (int node = 0; node < nodes_with_queue(); ++node) {
+    if (!QueueOf(node).empty()) WakeNode(0, kWakesAtOnce, node);
+  }
 }
 
 void Executor::CloseToHelpers() {
@@ -111,11 +137,11 @@ void Executor::RunUntilDone(int lane, int worker) {
     clock.Enter(LaneClock::kWaiting);
     num_searching_.fetch_add(1, std::memory_order_seq_cst);
     spin.Restart();
-    while (!Done() && !HasWork()) {
+    while (!Done() && !HasWork(lane)) {
       if (spin.Once()) continue;
       num_searching_.fetch_sub(1, std::memory_order_seq_cst);
       clock.Enter(LaneClock::kParked);
-      Park(lane, [this] { return Done() || HasWork(); });
+      Park(lane, [this, lane] { return Done() || HasWork(lane); });
       clock.Enter(LaneClock::kWaiting);
       num_searching_.fetch_add(1, std::memory_order_seq_cst);
       spin.Restart();
@@ -128,10 +154,10 @@ bool Executor::WaitForWork(int lane) {
   const auto stopped = [this] { return stop_.load(std::memory_order_seq_cst); };
   num_searching_.fetch_add(1, std::memory_order_seq_cst);
   Spin spin(yield_);
-  while (!stopped() && !(open_.load(std::memory_order_acquire) != 0 && HasWork())) {
+  while (!stopped() && !(open_.load(std::memory_order_acquire) != 0 && HasWork(lane))) {
     if (spin.Once()) continue;
     num_searching_.fetch_sub(1, std::memory_order_seq_cst);
-    Park(lane, [&] { return stopped() || HasWork(); });
+    Park(lane, [&] { return stopped() || HasWork(lane); });
     num_searching_.fetch_add(1, std::memory_order_seq_cst);
     spin.Restart();
   }
@@ -145,6 +171,10 @@ void Executor::Help(int lane) {
   inside.store(1, std::memory_order_seq_cst);
   if (open_.load(std::memory_order_seq_cst) != 0) {
     WakeFor(lane, end_root_.load(std::memory_order_relaxed) - next_root_.load(std::memory_order_relaxed) - 1);
+    const int node = nodes_[lane].load(std::memory_order_relaxed);
+    if (const Queue& queue = QueueOf(node); job_.any_node() && !queue.empty()) {
+      WakeNode(lane, queue.end.load(std::memory_order_relaxed) - queue.begin.load(std::memory_order_relaxed) - 1, node);
+    }
     Work(lane, lane);
     lanes_[lane].clock.Enter(LaneClock::kAway);
   }
@@ -191,29 +221,56 @@ TaskId Executor::NextTask(int index) {
     const std::int64_t i = next_root_.fetch_add(1, std::memory_order_seq_cst);
     if (i < roots) return job_.root(i);
   }
-  task = PopQueue();
-  if (task != Deque::kNone) return task;
-  ReportEnded(lane);
-  return Steal(index);
+  const int node = nodes_[index].load(std::memory_order_relaxed);
+  if (Queue& own = QueueOf(node); &own != queues_.data()) task = PopQueue(own);
+  if (task == Deque::kNone) task = PopQueue(queues_.front());
+  if (task == Deque::kNone) {
+    ReportEnded(lane);
+    task = Steal(index, true);
+  }
+  if (task == Deque::kNone) {
+    if (job_.any_node() && ++lane.looks < kLooksBeforeOtherNodes) {
+      CpuPause();
+      return task;
+    }
+    task = TakeFromOtherNodes(index);
+  }
+  lane.looks = 0;
+  return task;
 }
 
-TaskId Executor::Steal(int index) {
+TaskId Executor::TakeFromOtherNodes(int index) {
+  const int own = nodes_[index].load(std::memory_order_relaxed);
+  for (int k = 1; k <= nodes_with_queue(); ++k) {
+    const int node = (own + k) % nodes_with_queue();
+    if (!MayTake(index, node)) continue;
+    const TaskId task = PopQueue(QueueOf(node));
+    if (task != Deque::kNone) return task;
+  }
+  return Steal(index, false);
+}
+
+bool Executor::MayTake(int lane, int node) const {
+  if (!keeps_nodes_.load(std::memory_order_relaxed) || nodes_[lane].load(std::memory_order_relaxed) == node) return true;
+  return std::none_of(nodes_.begin(), nodes_.end(),
+                      [node](const std::atomic<int>& other) { return other.load(std::memory_order_relaxed) == node; });
+}
+
+TaskId Executor::Steal(int index, bool near) {
   Lane& lane = lanes_[index];
   const int count = lanes();
   const int node = nodes_[index].load(std::memory_order_relaxed);
   // Start somewhere else each time, so that thieves do not queue up at one victim.
   lane.victim = lane.victim * 1664525u + 1013904223u + static_cast<std::uint32_t>(index);
   const int start = static_cast<int>((lane.victim >> 8) % static_cast<std::uint32_t>(count));
-  for (const bool near : {true, false}) {
-    for (int k = 0; k < count; ++k) {
-      const int victim = start + k < count ? start + k : start + k - count;
-      if (victim == index || (nodes_[victim].load(std::memory_order_relaxed) == node) != near) continue;
-      const TaskId task = lanes_[victim].deque.Steal();
-      if (task == Deque::kNone) continue;
-      lane.clock.Stole(victim);
-      if (!lanes_[victim].deque.empty()) WakeFor(index, 1);
-      return task;
-    }
+  for (int k = 0; k < count; ++k) {
+    const int victim = start + k < count ? start + k : start + k - count;
+    if (victim == index || (nodes_[victim].load(std::memory_order_relaxed) == node) != near) continue;
+    const TaskId task = lanes_[victim].deque.Steal();
+    if (task == Deque::kNone) continue;
+    lane.clock.Stole(victim);
+    if (!lanes_[victim].deque.empty()) WakeFor(index, 1);
+    return task;
   }
   return Deque::kNone;
 }
@@ -226,8 +283,10 @@ TaskId Executor::Execute(int index, TaskId task, int worker) {
   std::int64_t pushed = 0;
   job_.End(task, [&](TaskId successor) {
     if (job_.in_turn(successor)) {
-      PushQueue(successor);
+      const int node = job_.node(successor);
+      PushQueue(QueueOf(node), successor);
       ++pushed;
+      if (node >= 0) WakeNode(index, 1, node);
     } else if (next == Deque::kNone) {
       next = successor;
     } else {
@@ -242,20 +301,20 @@ TaskId Executor::Execute(int index, TaskId task, int worker) {
 }
 
 void Executor::Push(Lane& lane, TaskId task) {
-  if (!lane.deque.Push(task)) PushQueue(task);
+  if (!lane.deque.Push(task)) PushQueue(queues_.front(), task);
 }
 
-void Executor::PushQueue(TaskId task) {
-  const std::int64_t slot = queue_end_.fetch_add(1, std::memory_order_seq_cst);
-  queue_[slot].store(task, std::memory_order_release);
+void Executor::PushQueue(Queue& queue, TaskId task) {
+  const std::int64_t place = queue.end.fetch_add(1, std::memory_order_seq_cst);
+  places_[queue.first + place].store(task, std::memory_order_release);
 }
 
-TaskId Executor::PopQueue() {
-  std::int64_t begin = queue_begin_.load(std::memory_order_relaxed);
-  while (begin < queue_end_.load(std::memory_order_acquire)) {
-    const TaskId task = queue_[begin].load(std::memory_order_acquire);
-    if (task == Deque::kNone) break;  // its slot is taken but not yet written
-    if (queue_begin_.compare_exchange_weak(begin, begin + 1, std::memory_order_seq_cst)) return task;
+TaskId Executor::PopQueue(Queue& queue) {
+  std::int64_t begin = queue.begin.load(std::memory_order_relaxed);
+  while (begin < queue.end.load(std::memory_order_acquire)) {
+    const TaskId task = places_[queue.first + begin].load(std::memory_order_acquire);
+    if (task == Deque::kNone) break;  // its place is taken but not yet written
+    if (queue.begin.compare_exchange_weak(begin, begin + 1, std::memory_order_seq_cst)) return task;
   }
   return Deque::kNone;
 }
@@ -272,9 +331,12 @@ void Executor::ReportEnded(Lane& lane) {
 
 // Whoever adds work first publishes it and then looks for sleepers; a lane first announces that it sleeps and then looks for
 // work. All four are sequentially consistent, so that no work is left lying with everyone asleep.
-bool Executor::HasWork() const {
+bool Executor::HasWork(int lane) const {
   if (next_root_.load(std::memory_order_seq_cst) < end_root_.load(std::memory_order_seq_cst)) return true;
-  if (queue_begin_.load(std::memory_order_seq_cst) < queue_end_.load(std::memory_order_seq_cst)) return true;
+  if (!queues_.front().empty()) return true;
+  for (int node = 0; node < nodes_with_queue(); ++node) {
+    if (!queues_[node + 1].empty() && MayTake(lane, node)) return true;
+  }
   return std::any_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return !lane.deque.empty(); });
 }
 
@@ -307,6 +369,16 @@ void Executor::WakeFor(int lane, std::int64_t tasks) {
   std::int64_t wakes = std::min(tasks - num_searching_.load(std::memory_order_seq_cst), kWakesAtOnce);
   for (int k = 1; k < lanes() && wakes > 0; ++k) {
     if (Unpark((lane + k) % lanes())) --wakes;  // neighbours are near: lanes are ordered by core
+  }
+}
+
+// Lanes that are looking for work already may be on other nodes: not counted.
+void Executor::WakeNode(int lane, std::int64_t tasks, int node) {
+  if (num_parked_.load(std::memory_order_seq_cst) == 0) return;
+  std::int64_t wakes = std::min(tasks, kWakesAtOnce);
+  for (int k = 1; k < lanes() && wakes > 0; ++k) {
+    const int other = (lane + k) % lanes();
+    if (nodes_[other].load(std::memory_order_relaxed) == node && Unpark(other)) --wakes;
   }
 }
 

@@ -33,8 +33,9 @@ class WorkerFrame {
 };
 
 /// A lane looks for work in this order: the successor that its last task made ready, its own deque (newest first), the tasks
-/// without predecessors (in order of addition), the shared queue (tasks that start in turn, and the overflow of full deques),
-/// the deques of lanes on its NUMA node, all others.
+/// without predecessors (in order of addition), the queue of its NUMA node, the shared queue (tasks that start in turn, and the
+/// overflow of full deques), the deques of lanes on its node; and after some looks in vain the queues of other nodes and all
+/// other deques.
 ///
 /// Two ways to take part in a run:
 /// - RunUntilDone(): the caller (lane 0), and every thread of an OpenMP region. Returns when all tasks have ended.
@@ -45,7 +46,8 @@ class Executor {
   /// @param pool   whose workers these are: the identity in WorkerFrame
   /// @param lanes  how many workers, at least 1
   /// @param yield  there are more lanes than cores: waiting lanes give their core away
-  Executor(const void* pool, int lanes, bool yield);
+  /// @param nodes  NUMA nodes that have a queue of their own; tasks of others go to the shared one
+  Executor(const void* pool, int lanes, bool yield, int nodes = 1);
 
   int lanes() const { return static_cast<int>(lanes_.size()); }
   Job& job() { return job_; }
@@ -71,7 +73,8 @@ class Executor {
   /// Ends WaitForWork() on every lane.
   void Stop();
 
-  /// Tells on which NUMA node a lane runs. Any thread; only speed depends on it.
+  /// Tells on which NUMA node a lane runs; kAnyNode: it takes no part in the next run. Any thread; only speed and the placement
+  /// of memory depend on it.
   void SetNode(int lane, int node) { nodes_[lane].store(node, std::memory_order_relaxed); }
 
  private:
@@ -83,45 +86,61 @@ class Executor {
     // The lane's own.
     alignas(64) std::int64_t ended = 0;
     std::uint32_t victim = 0;
+    int looks = 0;  ///< in vain, on its own node
     LaneClock clock;
+  };
+  /// Its places are in places_, and each task of it has one, so that it is never full.
+  struct alignas(64) Queue {
+    std::int64_t first = 0;
+    std::atomic<std::int64_t> begin{0};
+    alignas(64) std::atomic<std::int64_t> end{0};
+
+    bool empty() const { return begin.load(std::memory_order_seq_cst) >= end.load(std::memory_order_seq_cst); }
   };
 
   void Work(int lane, int worker);
   TaskId NextTask(int lane);
-  TaskId Steal(int lane);
+  TaskId TakeFromOtherNodes(int lane);
+  TaskId Steal(int lane, bool near);
   TaskId Execute(int lane, TaskId task, int worker);
   void Push(Lane& lane, TaskId task);
-  void PushQueue(TaskId task);
-  TaskId PopQueue();
+  /// The queue of a node (kAnyNode: the shared one).
+  Queue& QueueOf(int node) { return queues_[node < 0 || node >= nodes_with_queue() ? 0 : node + 1]; }
+  int nodes_with_queue() const { return static_cast<int>(queues_.size()) - 1; }
+  bool MayTake(int lane, int node) const;
+  void LayOutQueues();
+  void PushQueue(Queue& queue, TaskId task);
+  TaskId PopQueue(Queue& queue);
   void ReportEnded(Lane& lane);
   bool Done() const { return remaining_.load(std::memory_order_seq_cst) == 0; }
-  bool HasWork() const;
+  bool HasWork(int lane) const;
 
   template <typename Ready>
   void Park(int lane, Ready ready);
   bool Unpark(int lane);
   void WakeFor(int lane, std::int64_t tasks);
+  void WakeNode(int lane, std::int64_t tasks, int node);
 
   const void* const pool_;
   const bool yield_;
   std::vector<Lane> lanes_;
   std::vector<std::atomic<int>> nodes_;
+  std::vector<Queue> queues_;  // the shared one, then one for each node
   // Written between runs only.
   Job job_;
   std::int64_t chunk_ = 1;
   bool helpers_stay_ = false;
   bool timed_ = false;
   std::int64_t clock_start_ns_ = 0;
-  std::unique_ptr<std::atomic<TaskId>[]> queue_;  // each task is pushed at most once, so that this is never full
-  std::int64_t queue_capacity_ = 0;
+  std::unique_ptr<std::atomic<TaskId>[]> places_;
+  std::int64_t num_places_ = 0;
 
   alignas(64) std::atomic<std::int64_t> next_root_{0};
   alignas(64) std::atomic<std::int64_t> end_root_{0};
   std::atomic<std::uint32_t> open_{0};
   std::atomic<bool> stop_{false};
   alignas(64) std::atomic<std::int64_t> remaining_{0};
-  alignas(64) std::atomic<std::int64_t> queue_begin_{0};
-  std::atomic<std::int64_t> queue_end_{0};
+  std::atomic<bool> keeps_nodes_{false};
   alignas(64) std::atomic<int> num_parked_{0};
   std::atomic<int> num_searching_{0};
 };

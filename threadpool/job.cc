@@ -10,8 +10,11 @@ namespace moesaic::threadpool {
 void Job::Prepare(const TaskGraph& graph) {
   nodes_ = graph.nodes_.data();
   size_ = graph.size();
-  every_task_is_root_ = graph.edges_.empty();
   any_in_turn_ = graph.any_in_turn_;
+  any_node_ = graph.any_node_;
+  keeps_nodes_ = graph.keeps_nodes_;
+  every_task_is_root_ = graph.edges_.empty() && !any_node_;
+  node_roots_.clear();
   num_roots_ = size_;
   if (every_task_is_root_) return;
 
@@ -23,7 +26,7 @@ void Job::Prepare(const TaskGraph& graph) {
   roots_.clear();
   for (std::int64_t i = 0; i < size_; ++i) {
     waiting_[i].store(nodes_[i].predecessors, std::memory_order_relaxed);
-    if (nodes_[i].predecessors == 0) roots_.push_back(static_cast<TaskId>(i));
+    if (nodes_[i].predecessors == 0) (nodes_[i].node < 0 ? roots_ : node_roots_).push_back(static_cast<TaskId>(i));
   }
   num_roots_ = static_cast<std::int64_t>(roots_.size());
 
@@ -48,13 +51,15 @@ void Job::Prepare(std::int64_t count, TaskFunction function, void* context) {
   context_ = context;
   size_ = num_roots_ = count;
   every_task_is_root_ = true;
-  any_in_turn_ = false;
+  any_in_turn_ = any_node_ = keeps_nodes_ = false;
+  node_roots_.clear();
 }
 
 void Job::CheckAcyclic() {
   unvisited_.resize(size_);
   for (std::int64_t i = 0; i < size_; ++i) unvisited_[i] = nodes_[i].predecessors;
   order_ = roots_;
+  order_.insert(order_.end(), node_roots_.begin(), node_roots_.end());
   for (std::size_t i = 0; i < order_.size(); ++i) {
     const TaskId task = order_[i];
     for (std::int32_t k = first_successor_[task]; k < first_successor_[task + 1]; ++k) {

@@ -25,12 +25,18 @@ class Job {
   bool any_in_turn() const { return any_in_turn_; }
   bool in_turn(TaskId task) const { return nodes_[task].start == TaskGraph::Start::kInTurn; }
 
+  /// Tasks that queue up at a NUMA node, and the node of a task.
+  bool any_node() const { return any_node_; }
+  bool keeps_nodes() const { return keeps_nodes_; }
+  int node(TaskId task) const { return nodes_[task].node; }
+
   bool is_range() const { return nodes_ == nullptr; }
   std::int64_t size() const { return size_; }
 
-  /// Tasks without predecessors in the order of addition; of a range, its indices.
+  /// Tasks without predecessors in the order of addition, but those of a node; of a range, its indices.
   std::int64_t num_roots() const { return num_roots_; }
   TaskId root(std::int64_t i) const { return every_task_is_root_ ? static_cast<TaskId>(i) : roots_[i]; }
+  std::span<const TaskId> node_roots() const { return node_roots_; }
 
   /// Calls the task's function unless the job has failed; keeps the first exception.
   void Call(TaskId task, int worker) noexcept;
@@ -63,8 +69,11 @@ class Job {
   std::int64_t num_roots_ = 0;
   bool every_task_is_root_ = true;
   bool any_in_turn_ = false;
+  bool any_node_ = false;
+  bool keeps_nodes_ = false;
 
   std::vector<TaskId> roots_;
+  std::vector<TaskId> node_roots_;
   std::vector<std::int32_t> first_successor_;  // [size + 1], into successors_
   std::vector<TaskId> successors_;
   std::unique_ptr<std::atomic<std::int32_t>[]> waiting_;  // [size]: predecessors that have not ended

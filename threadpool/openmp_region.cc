@@ -2,19 +2,26 @@
 
 #include <omp.h>
 
-#include "threadpool/topology.h"
+#include <vector>
 
 namespace moesaic::threadpool {
 
-void RunInOpenMpRegion(Executor& executor) {
-  const Topology& topology = Topology::Host();
-  const bool tell_node = topology.is_host && topology.nodes.size() > 1;
+void RunInOpenMpRegion(Executor& executor, const Topology& topology) {
+  const bool several_nodes = topology.nodes.size() > 1, keeps_nodes = executor.job().keeps_nodes();
+  std::vector<Topology::Pu> pretended;
+  if (several_nodes && !topology.is_host) pretended = topology.Places(executor.lanes());
+  for (int lane = 0; several_nodes && lane < executor.lanes(); ++lane) executor.SetNode(lane, kAnyNode);
   // Always the same number of threads, however small the job: libgomp ends the threads by which a team shrinks, and starts new
   // ones when it grows again.
 #pragma omp parallel num_threads(executor.lanes())
   {
     const int lane = omp_get_thread_num();
-    if (tell_node) executor.SetNode(lane, topology.NodeOfCallingThread());
+    if (several_nodes) {
+      executor.SetNode(lane, pretended.empty() ? topology.NodeOfCallingThread() : pretended[lane].node);
+      if (keeps_nodes) {
+#pragma omp barrier  // who is where must be known before anybody takes a task for a node without lanes
+      }
+    }
     executor.RunUntilDone(lane, lane);
   }
 }

@@ -16,13 +16,10 @@ namespace moesaic::threadpool {
 OwnThreads::OwnThreads(Executor& executor, const Topology& topology) : executor_(executor), topology_(topology) {
   const int lanes = executor.lanes();
   if (topology.is_host) {
-    std::vector<Topology::Pu> places = topology.PlacementOrder();
-    if (lanes <= static_cast<int>(places.size())) {
-      places.resize(lanes);
-      places_ = std::move(places);
-    }
+    if (lanes <= static_cast<int>(topology.affinity.size())) places_ = topology.Places(lanes);
   }
-  for (std::size_t lane = 0; lane < places_.size(); ++lane) executor_.SetNode(static_cast<int>(lane), places_[lane].node);
+  const std::vector<Topology::Pu> nodes = topology.is_host ? places_ : topology.Places(lanes);
+  for (std::size_t lane = 0; lane < nodes.size(); ++lane) executor_.SetNode(static_cast<int>(lane), nodes[lane].node);
   starts_.reserve(lanes - 1);
   threads_.reserve(lanes - 1);
 

@@ -33,9 +33,10 @@ int CheckThreads(const char* name, int n) {
 }
 
 /// MOESAIC_NUM_THREADS if it is set and not empty, else the cores this process may use.
-int DefaultThreads() {
+int DefaultThreads(const Topology* machine) {
   const char* text = std::getenv("MOESAIC_NUM_THREADS");
-  if (text == nullptr || *text == '\0') return std::min(Topology::Host().UsableCores(), kMaxThreads);
+  if (text == nullptr || *text == '\0')
+    return std::min((machine != nullptr ? *machine : Topology::Host()).UsableCores(), kMaxThreads);
   int n = 0;
   const char* end = text + std::strlen(text);
   const auto [parsed, error] = std::from_chars(text, end, n);
@@ -57,9 +58,13 @@ int HostPus() {
 
 class Pool::Impl : public ForkListener {
  public:
-  Impl(int num_threads, ThreadSource source)
-      : num_threads_(num_threads), source_(InForkedChild() ? ThreadSource::kOwn : source) {}
+  Impl(int num_threads, ThreadSource source, const Topology* machine)
+      : num_threads_(num_threads == 0 ? DefaultThreads(machine) : CheckThreads("num_threads", num_threads)),
+        source_(InForkedChild() ? ThreadSource::kOwn : source) {
+    if (machine != nullptr) machine_ = *machine;
+  }
 
+  const Topology& topology() const { return machine_ ? *machine_ : Topology::Host(); }
   int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
   ThreadSource source() const { return source_.load(std::memory_order_relaxed); }
 
@@ -96,14 +101,14 @@ class Pool::Impl : public ForkListener {
     Job& job = executor.job();
     prepare(job);
     executor.StartClock();
-    if (executor.lanes() == 1 || job.size() == 1) {
+    if (executor.lanes() == 1 || (job.size() == 1 && !job.keeps_nodes())) {
       executor.Start(false);
       executor.RunUntilDone(0, 0);
     } else if (source() == ThreadSource::kOpenMp) {
       executor.Start(true);
-      RunInOpenMpRegion(executor);
+      RunInOpenMpRegion(executor, topology());
     } else {
-      if (!team_->threads) team_->threads.emplace(executor, Topology::Host());
+      if (!team_->threads) team_->threads.emplace(executor, topology());
       team_->threads->MakeRoomForCaller();
       executor.Start(false);
       executor.OpenToHelpers();
@@ -126,13 +131,13 @@ class Pool::Impl : public ForkListener {
  private:
   friend class Turn;
   struct TeamState {
-    explicit TeamState(const void* pool, int lanes) : executor(pool, lanes, lanes > HostPus()) {}
+    TeamState(const void* pool, int lanes, int nodes) : executor(pool, lanes, lanes > HostPus(), nodes) {}
     Executor executor;
     std::optional<OwnThreads> threads;  // made by the first run that needs them
   };
 
   Executor& Team() {
-    if (!team_) team_ = std::make_unique<TeamState>(this, num_threads());
+    if (!team_) team_ = std::make_unique<TeamState>(this, num_threads(), static_cast<int>(topology().nodes.size()));
     return team_->executor;
   }
 
@@ -144,6 +149,7 @@ class Pool::Impl : public ForkListener {
   TurnLock turn_;  // guards all of a run, and the changes between runs
   std::atomic<int> num_threads_;
   std::atomic<ThreadSource> source_;
+  std::optional<Topology> machine_;  // none: the host
   std::unique_ptr<TeamState> team_;
   TeamState* abandoned_ = nullptr;  // keeps it reachable for leak checkers
 };
@@ -169,8 +175,10 @@ Pool::Turn::~Turn() {
   if (locks_) pool_.turn_.unlock();
 }
 
-Pool::Pool(int num_threads, ThreadSource source)
-    : impl_(std::make_unique<Impl>(num_threads == 0 ? DefaultThreads() : CheckThreads("num_threads", num_threads), source)) {}
+Pool::Pool(int num_threads, ThreadSource source) : impl_(std::make_unique<Impl>(num_threads, source, nullptr)) {}
+
+Pool::Pool(int num_threads, ThreadSource source, const Topology& machine)
+    : impl_(std::make_unique<Impl>(num_threads, source, &machine)) {}
 
 Pool::~Pool() = default;
 
@@ -186,6 +194,8 @@ Pool& Pool::Default() {
 int Pool::num_threads() const { return impl_->num_threads(); }
 
 void Pool::SetNumThreads(int n) { impl_->SetNumThreads(CheckThreads("n", n)); }
+
+const Topology& Pool::topology() const { return impl_->topology(); }
 
 ThreadSource Pool::source() const { return impl_->source(); }
 

@@ -17,6 +17,11 @@ using TaskFunction = void (*)(void* context, std::int64_t index, int worker);
 
 using TaskId = std::int32_t;
 
+struct Topology;
+
+/// A task for whoever has nothing to do.
+inline constexpr int kAnyNode = -1;
+
 /// Tasks and the order between them. Not thread safe. Tasks without predecessors start in the order in which they were added,
 /// as far as threads are free; when a task ends, one successor that it made ready runs next on the same worker (its data is
 /// still in that core's cache), the others can be stolen.
@@ -28,6 +33,14 @@ class TaskGraph {
   };
 
   TaskId Add(TaskFunction function, void* context, std::int64_t index, Start start = Start::kNext);
+
+  /// New work for a NUMA node (its place in Topology::nodes): once it is ready it queues up there. Workers on other nodes take
+  /// it only when they have found nothing of their own for some microseconds. What follows on it stays with the worker that
+  /// took it.
+  TaskId AddOnNode(TaskFunction function, void* context, std::int64_t index, int node);
+
+  /// Makes those tasks run on their node without exception, unless it has no worker: for memory that is placed by first touch.
+  void KeepOnNodes() { keeps_nodes_ = true; }
 
   /// `after` starts once `before` has ended, and sees all that it wrote. Throws std::invalid_argument on an unknown id or
   /// before == after. A cycle is reported by Pool::Run (std::invalid_argument), before any task starts.
@@ -44,6 +57,7 @@ class TaskGraph {
     std::int64_t index;
     std::int32_t predecessors;
     Start start;
+    std::int16_t node = kAnyNode;
   };
   struct Edge {
     TaskId before;
@@ -52,6 +66,8 @@ class TaskGraph {
   std::vector<Node> nodes_;
   std::vector<Edge> edges_;
   bool any_in_turn_ = false;
+  bool any_node_ = false;
+  bool keeps_nodes_ = false;
 };
 
 /// Where the threads of a pool come from.
@@ -74,6 +90,9 @@ class Pool {
   /// Threads are started by the first Run() that needs them. Throws std::invalid_argument naming num_threads or
   /// MOESAIC_NUM_THREADS (an empty one counts as not set) unless 0 or 1 <= n <= 4096.
   explicit Pool(int num_threads = 0, ThreadSource source = ThreadSource::kOwn);
+  /// A pool that takes this process to be on `machine`: where it is not the host's topology, the threads have places there in
+  /// name only. (Tests, planning.)
+  Pool(int num_threads, ThreadSource source, const Topology& machine);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -84,6 +103,9 @@ class Pool {
   int num_threads() const;
   /// Waits for running graphs. Throws std::invalid_argument unless 1 <= n <= 4096, std::logic_error inside a task of this pool.
   void SetNumThreads(int n);
+
+  /// The machine that the pool runs on: Topology::Host(), unless it was made for another.
+  const Topology& topology() const;
 
   ThreadSource source() const;
   /// Waits for running graphs. After fork(), a child always uses its own threads, whatever is set here: libgomp's team does not

@@ -11,9 +11,19 @@ TaskId TaskGraph::Add(TaskFunction function, void* context, std::int64_t index, 
   if (nodes_.size() >= static_cast<std::size_t>(std::numeric_limits<TaskId>::max())) {
     throw std::length_error("TaskGraph: more than 2^31 - 1 tasks");
   }
-  nodes_.push_back({function, context, index, 0, start});
+  nodes_.push_back({function, context, index, 0, start, kAnyNode});
   any_in_turn_ |= start == Start::kInTurn;
   return static_cast<TaskId>(nodes_.size() - 1);
+}
+
+TaskId TaskGraph::AddOnNode(TaskFunction function, void* context, std::int64_t index, int node) {
+  if (node < 0 || node > std::numeric_limits<std::int16_t>::max()) {
+    throw std::invalid_argument("node: " + std::to_string(node) + ", expected a place in Topology::nodes");
+  }
+  const TaskId task = Add(function, context, index, Start::kInTurn);
+  nodes_[task].node = static_cast<std::int16_t>(node);
+  any_node_ = true;
+  return task;
 }
 
 void TaskGraph::AddEdge(TaskId before, TaskId after) {
@@ -38,7 +48,7 @@ void TaskGraph::AddEdge(TaskId before, TaskId after) {
 
 void TaskGraph::Clear() {
   nodes_.clear();
-  any_in_turn_ = false;
+  any_in_turn_ = any_node_ = keeps_nodes_ = false;
   edges_.clear();
 }
 

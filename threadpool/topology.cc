@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -189,6 +190,42 @@ std::vector<Topology::Pu> Topology::PlacementOrder() const {
   }
   std::stable_sort(order.begin(), order.end(), [](const Pu& a, const Pu& b) { return a.sibling < b.sibling; });
   return order;
+}
+
+std::vector<Topology::Pu> Topology::Places(int threads) const {
+  const std::vector<Pu> order = PlacementOrder();
+  const std::vector<ComputeNode> shares = ComputeNodes();
+  std::vector<Pu> places;
+  for (int left = threads; left > 0 && !order.empty();) {
+    // One thread after the other to the node with the most cores for each thread that it then has.
+    std::vector<int> taken(nodes.size() + 1), units(nodes.size() + 1);
+    for (const Pu& pu : order) ++units[pu.node];
+    const int round = std::min(left, static_cast<int>(order.size()));
+    for (int i = 0; i < round; ++i) {
+      const ComputeNode* best = nullptr;
+      for (const ComputeNode& share : shares) {
+        if (taken[share.node] == units[share.node]) continue;
+        if (best == nullptr || share.cores * (taken[best->node] + 1) > best->cores * (taken[share.node] + 1)) best = &share;
+      }
+      ++taken[best->node];
+    }
+    for (const Pu& pu : order) {
+      if (taken[pu.node]-- > 0) places.push_back(pu);
+    }
+    left -= round;
+  }
+  return places;
+}
+
+std::vector<Topology::ComputeNode> Topology::ComputeNodes() const {
+  std::map<int, std::set<int>> cores;
+  for (const Pu& pu : pus) {
+    if (pu.allowed) cores[pu.node].insert(pu.core);
+  }
+  std::vector<ComputeNode> result;
+  for (const auto& [node, of_node] : cores) result.push_back({node, static_cast<int>(of_node.size())});
+  if (result.empty()) result.push_back({0, 1});
+  return result;
 }
 
 int Topology::NodeOfCallingThread() const {

@@ -59,6 +59,17 @@ struct Topology {
   int UsablePus() const;
   /// The allowed units in the order in which threads are to be placed: one a core first, then SMT siblings.
   std::vector<Pu> PlacementOrder() const;
+  /// Units for so many threads, in that order: as many on each NUMA node as its share of the usable cores. More threads than
+  /// units: from the first one again.
+  std::vector<Pu> Places(int threads) const;
+
+  /// A NUMA node on which this process may compute.
+  struct ComputeNode {
+    int node;   ///< its place in `nodes`
+    int cores;  ///< those with an allowed unit
+  };
+  /// Ascending. Memory-only nodes, and those outside the affinity, are not among them; there is always one.
+  std::vector<ComputeNode> ComputeNodes() const;
   /// The NUMA node (its place in `nodes`) on which the calling thread runs now; 0 if unknown.
   int NodeOfCallingThread() const;
 };
