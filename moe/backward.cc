@@ -10,8 +10,8 @@
 
 namespace moesaic::moe {
 
-std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, const LayerConfig& config, const LoraCall& lora,
-                                   bool in_chunks) {
+std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, std::int64_t hidden, std::int64_t inner,
+                                   const LoraCall& lora, bool in_chunks) {
   Carver carver(memory);
   const auto place = [&](bool wanted, TileMatrix tiles) {
     if (!wanted) return TileMatrix{};
@@ -21,10 +21,9 @@ std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, const LayerC
   const auto take = [&](bool wanted, std::int64_t r, std::int64_t c) {
     return place(wanted, TileMatrix::Activations(nullptr, r, c));
   };
-  const std::int64_t h = config.hidden_size, inner = config.intermediate_size;
   const std::int64_t r1 = lora.padded_input_rank(), r2 = lora.padded_down_rank();
   const bool d_b = lora.wants(kLoraBGate) || lora.wants(kLoraBUp);
-  d = take(true, rows, h);
+  d = take(true, rows, hidden);
   q = {take(r2 > 0, rows, r2), take(r2 > 0, rows, r2)};
   d_gate = take(true, rows, inner);
   d_up = take(true, rows, inner);
@@ -49,8 +48,14 @@ BackwardPass::BackwardPass(const LayerConfig& config, const PackedWeights& weigh
       args_(args) {
   routing = args.saved->routing;
   const std::int64_t slots = tokens * top_k;
-  workspace->tokens.Ensure(slots);
-  auto* used = static_cast<std::uint8_t*>(workspace->tokens.data());
+  const std::int64_t parts = shards.size() > 1 && args.d_weights.defined() ? static_cast<std::int64_t>(shards.size()) : 0;
+  Carver sizes;
+  sizes.Take<std::uint8_t>(slots);
+  sizes.Take<float>(parts * slots);
+  workspace->tokens.Ensure(sizes.used());
+  Carver carver(workspace->tokens.data());
+  auto* used = carver.Take<std::uint8_t>(slots);
+  if (parts > 0) shard_d_weights_ = carver.Take<float>(parts * slots);
   std::fill(used, used + slots, std::uint8_t{0});
   const std::int32_t* offsets = routing;
   for (std::int64_t s = 0; s < offsets[config.num_experts]; ++s) used[routing[config.num_experts + 1 + s]] = 1;
@@ -59,7 +64,7 @@ BackwardPass::BackwardPass(const LayerConfig& config, const PackedWeights& weigh
 
 BackwardBuffers BackwardPass::BuffersOf(std::int64_t job) const {
   BackwardBuffers buffers;
-  buffers.Bind(JobMemory(job), RoundUp(jobs[job].rows, kTileColumns), config, lora, in_chunks_);
+  buffers.Bind(JobMemory(job), RoundUp(jobs[job].rows, kTileColumns), config.hidden_size, InnerOf(jobs[job]), lora, in_chunks_);
   return buffers;
 }
 
@@ -76,16 +81,14 @@ void BackwardPass::Run(threadpool::Pool& pool) {
   in_chunks_ = std::any_of(jobs.begin(), jobs.end(), [](const Job& job) { return job.previous >= 0; });
   hidden_ = MakeRowSource(args_.hidden, workspace->dense_hidden);
   d_out_ = MakeRowSource(args_.d_out, workspace->dense);
-  if (args_.d_hidden.defined()) {
-    workspace->rows.Ensure(tokens * top_k * row_pitch() * static_cast<std::int64_t>(sizeof(BFloat16)));
-  }
+  if (args_.d_hidden.defined()) workspace->rows.Ensure(RowBytes());
   if (args_.d_weights.defined()) {
     for (std::int64_t s = 0; s < tokens * top_k; ++s) {
       if (slot_used_[s] == 0) StoreFloat(args_.d_weights, s / top_k, s % top_k, 0, 0.0f);
     }
   }
   BackwardBuffers measure;
-  Allocate(measure.Bind(nullptr, most_rows, config, lora, in_chunks_));
+  Allocate(measure.Bind(nullptr, most_rows, config.hidden_size, LargestShard(shards), lora, in_chunks_));
 
   std::vector<Stage> stages;
   stages.push_back({Task<&BackwardPass::ScatterAndPack>, Cut::kWhole});
@@ -99,7 +102,7 @@ void BackwardPass::Run(threadpool::Pool& pool) {
   }
   if (args_.d_hidden.defined()) stages.push_back({Task<&BackwardPass::GateUpBase>, Cut::kHidden});
   const TaskId computed = AddJobs(this, stages);
-  if (args_.d_hidden.defined()) {
+  if (args_.d_hidden.defined() || shard_d_weights_ != nullptr) {
     for (std::int64_t t = 0; t < tokens; t += blocking.tokens_per_merge) {
       graph.AddEdge(computed, graph.Add([](void* self, std::int64_t i, int) { Self(self).Merge(i); }, this, t));
     }

@@ -84,10 +84,10 @@ void BackwardPass::DownLoraLow(const Job& job, const BackwardBuffers& buffers) {
   }
   PackSplit(q, job.rows, r2, rank, TileKind::kPairs, buffers.q);
   if (buffers.wv_t.data == nullptr) return;
-  // (w s V)^T: the saved s V, one row for each rank.
+  // (w s V)^T: the saved s V, one row for each rank. A shard has its part of V, and gives its part of dB_d.
   float* wv_t = q_t;
   for (std::int64_t i = 0; i < job.rows; ++i) {
-    const BFloat16* v = args_.saved->down_low + (job.begin + i) * r2;
+    const BFloat16* v = args_.saved->down_low + SavedDownOffset(job) + i * r2;
     for (std::int64_t k = 0; k < r2; ++k) wv_t[k * ld + i] = routing_weights[i] * ToFloat(v[k]);
   }
   std::vector<const void*> ranks(static_cast<std::size_t>(r2));
@@ -105,8 +105,7 @@ void BackwardPass::DownLoraLow(const Job& job, const BackwardBuffers& buffers) {
 void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   const Job& job = jobs[index];
   const BackwardBuffers buffers = BuffersOf(index);
-  const std::int64_t inner = config.intermediate_size;
-  const TileMatrix down = weights.down_transposed(job.expert);
+  const TileMatrix down = weights.down_transposed(job.expert, job.shard);
   std::array<GemmSegment, 3> segments{GemmSegment{down, buffers.d}};
   const bool with_lora = lora.down_rank() > 0;
   if (with_lora) {
@@ -138,7 +137,7 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
     gemm.first_panel = 2 * block;
     gemm.panels = std::min<std::int64_t>(2, down.panels - gemm.first_panel);
     // G and U of this block come from memory, and are read as soon as the product is there.
-    const std::int64_t saved_offset = job.begin * inner + block * kTileColumns * job.rows;
+    const std::int64_t saved_offset = SavedOffset(job, block);
     const BFloat16* saved_gate = args_.saved->gate + saved_offset;
     const BFloat16* saved_up = args_.saved->up + saved_offset;
     gemm.prefetch = {};
@@ -169,7 +168,7 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
       swiglu.d_z = gemm.c;
       swiglu.ld = gemm.ldc;
       swiglu.tokens = job.rows;
-      swiglu.rows = std::min(kTileColumns, inner - block * kTileColumns);
+      swiglu.rows = std::min(kTileColumns, InnerOf(job) - block * kTileColumns);
       swiglu.saved_gate = saved_gate;
       swiglu.saved_up = saved_up;
       swiglu.routing_weight = routing_weights;
@@ -216,7 +215,7 @@ void BackwardPass::SumIntermediate(std::int64_t index, std::int64_t part) {
     if (!lora.wants(m)) continue;
     PhaseRange range(m == kLoraADownT ? Phase::kD4LoraGrad : m == kLoraBGate ? Phase::kGU3GateDB : Phase::kGU3UpDB);
     const std::int64_t ld = RoundUp(lora.columns(m), kTileColumns);
-    const std::int64_t end = std::min(blocks.end * kTileColumns, config.intermediate_size) * ld;
+    const std::int64_t end = std::min(blocks.end * kTileColumns, InnerOf(job)) * ld;
     for (std::int64_t i = blocks.begin * kTileColumns * ld; i < end; ++i) expert.gradient[m][i] += buffers.partial[m][i];
   }
 }

@@ -23,10 +23,14 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
     const std::int64_t capacity = RoundUp(job.rows, kTileColumns);
     for (std::int64_t i = 0; i < job.rows; ++i) {
       float sum = 0.0f;
-      for (std::int64_t unit = 0; unit < CeilDiv(config.intermediate_size, kIntermediateUnit); ++unit) {
+      for (std::int64_t unit = 0; unit < CeilDiv(InnerOf(job), kIntermediateUnit); ++unit) {
         sum += buffers.d_weight[unit * capacity + i];
       }
-      StoreFloat(args_.d_weights, slots[i] / top_k, slots[i] % top_k, 0, sum);
+      if (shard_d_weights_ != nullptr) {
+        shard_d_weights_[job.shard * tokens * top_k + slots[i]] = sum;
+      } else {
+        StoreFloat(args_.d_weights, slots[i] / top_k, slots[i] % top_k, 0, sum);
+      }
     }
   }
   if (lora.input_rank() == 0 || !wants_gate_up()) return;
@@ -48,7 +52,7 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
   gemm.ldc = rank;
   gemm.scratch = carver.Take<BFloat16>(scratch);
   kernels.unpack_gemm(gemm);
-  const double flops = 2.0 * job.rows * lora.input_rank() * config.intermediate_size;
+  const double flops = 2.0 * job.rows * lora.input_rank() * InnerOf(job);
   range.AddWork(flops, 0);
   range.Share(Phase::kGU3UpP, flops, 0);
   for (std::int64_t i = 0; i < job.rows; ++i) {
@@ -116,8 +120,8 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   PhaseRange range(Phase::kGU1BasePassGate);
   const Job& job = jobs[index];
   const BackwardBuffers buffers = BuffersOf(index);
-  std::array<GemmSegment, 4> segments{GemmSegment{weights.gate(job.expert), buffers.d_gate},
-                                      GemmSegment{weights.up(job.expert), buffers.d_up}};
+  std::array<GemmSegment, 4> segments{GemmSegment{weights.gate(job.expert, job.shard), buffers.d_gate},
+                                      GemmSegment{weights.up(job.expert, job.shard), buffers.d_up}};
   const bool with_lora = lora.input_rank() > 0;
   if (with_lora) {
     const TileMatrix& a = LoraOf(job).matrix[kLoraA];
@@ -126,7 +130,7 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   }
   BFloat16* rows[kMaxChunkRows] = {};
   const std::int32_t* slots = Slots(job);
-  for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * row_pitch();
+  for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = RowOf(job.shard, slots[i]);
   const Range columns = RangeOf(index, Cut::kHidden, part);
   UnpackGemmArgs gemm;
   gemm.segments = {segments.data(), with_lora ? std::size_t{4} : std::size_t{2}};
@@ -136,7 +140,7 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   gemm.rows = rows;
   gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments) * 2));
   kernels.unpack_gemm(gemm);
-  const double columns_done = static_cast<double>(gemm.columns * kTileColumns), inner = config.intermediate_size;
+  const double columns_done = static_cast<double>(gemm.columns * kTileColumns), inner = InnerOf(job);
   range.AddWork(2.0 * job.rows * inner * columns_done, 2.0 * inner * columns_done);
   range.Share(Phase::kGU1BasePassUp, 2.0 * job.rows * inner * columns_done, 2.0 * inner * columns_done);
   if (with_lora) range.Share(Phase::kGU3GateDXLora, 2.0 * job.rows * lora.input_rank() * columns_done, 0);
@@ -144,14 +148,18 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
 
 void BackwardPass::Merge(std::int64_t first) {
   PhaseRange range(Phase::kGU4Merge);
-  const BFloat16* all = static_cast<const BFloat16*>(workspace->rows.data());
   const std::int64_t end = std::min(first + blocking.tokens_per_merge, tokens);
-  std::vector<const BFloat16*> rows(static_cast<std::size_t>(top_k));
-  const std::vector<float> ones(static_cast<std::size_t>(top_k), 1.0f);
+  if (shard_d_weights_ != nullptr) MergeWeights(first, end);
+  if (!args_.d_hidden.defined()) return;
+  std::vector<const BFloat16*> rows(static_cast<std::size_t>(top_k) * shards.size());
+  const std::vector<float> ones(rows.size(), 1.0f);
   for (std::int64_t t = first; t < end; ++t) {
     MergeRowsArgs merge;
     for (std::int64_t j = 0; j < top_k; ++j) {
-      if (slot_used_[t * top_k + j] != 0) rows[merge.count++] = all + (t * top_k + j) * row_pitch();
+      if (slot_used_[t * top_k + j] == 0) continue;
+      for (std::size_t shard = 0; shard < shards.size(); ++shard) {
+        rows[merge.count++] = RowOf(static_cast<std::int64_t>(shard), t * top_k + j);
+      }
     }
     merge.rows = rows.data();
     merge.weights = ones.data();
@@ -160,6 +168,17 @@ void BackwardPass::Merge(std::int64_t first) {
     merge.dtype = args_.d_hidden.dtype;
     merge.out_stride = args_.d_hidden.stride[1];
     kernels.merge_rows(merge);
+  }
+}
+
+void BackwardPass::MergeWeights(std::int64_t first, std::int64_t end) {
+  for (std::int64_t slot = first * top_k; slot < end * top_k; ++slot) {
+    if (slot_used_[slot] == 0) continue;
+    float sum = 0.0f;
+    for (std::size_t shard = 0; shard < shards.size(); ++shard) {
+      sum += shard_d_weights_[static_cast<std::int64_t>(shard) * tokens * top_k + slot];
+    }
+    StoreFloat(args_.d_weights, slot / top_k, slot % top_k, 0, sum);
   }
 }
 

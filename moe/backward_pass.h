@@ -26,7 +26,9 @@ struct BackwardBuffers {
   /// in several jobs, and used by all but the first of them.
   std::array<float*, kNumLoraMatrices> partial{};
 
-  std::int64_t Bind(void* memory, std::int64_t rows, const LayerConfig& config, const LoraCall& lora, bool in_chunks);
+  /// @param inner  rows of I
+  std::int64_t Bind(void* memory, std::int64_t rows, std::int64_t hidden, std::int64_t inner, const LoraCall& lora,
+                    bool in_chunks);
 };
 
 /// Gradients that are summed where dG, dU and Z are computed, block by block of I.
@@ -67,13 +69,15 @@ class BackwardPass : public Pass {
   void SumRows(Phase pack_phase, Phase phase, const Job& job, LoraMatrix m, const SplitTiles& left, const RowSource& source,
                Range columns);
   void GateUpBase(std::int64_t job, std::int64_t part);  ///< GU1 and GU3's dX for a range of H
-  void Merge(std::int64_t first_token);                  ///< GU4
+  void Merge(std::int64_t first_token);                  ///< GU4; dw, where several shards have a part of it
+  void MergeWeights(std::int64_t first_token, std::int64_t end_token);
 
   const BackwardArgs& args_;
   RowSource hidden_;
   RowSource d_out_;
   bool in_chunks_ = false;                   ///< some expert's rows are in several jobs
   const std::uint8_t* slot_used_ = nullptr;  ///< [T * k]: 0 where the slot was skipped
+  float* shard_d_weights_ = nullptr;         ///< [shards][T * k]: their parts of dw; null where there is one shard
 };
 
 }  // namespace moesaic::moe

@@ -20,16 +20,16 @@ struct ForwardBuffers {
   TileMatrix z;    ///< operand [rows][I]
   SplitTiles v;    ///< operand [rows][R2]: s Z A_d^T
 
-  std::int64_t Bind(void* memory, std::int64_t rows, const LayerConfig& config, const LoraCall& lora) {
+  std::int64_t Bind(void* memory, std::int64_t rows, std::int64_t hidden, std::int64_t inner, const LoraCall& lora) {
     Carver carver(memory);
     const auto take = [&](std::int64_t columns) {
       TileMatrix tiles = TileMatrix::Activations(nullptr, rows, columns);
       tiles.data = carver.Take<BFloat16>(tiles.size());
       return tiles;
     };
-    x = take(config.hidden_size);
+    x = take(hidden);
     low = {take(lora.input_rank()), take(lora.input_rank())};
-    z = take(config.intermediate_size);
+    z = take(inner);
     v = {take(lora.down_rank()), take(lora.down_rank())};
     return carver.used();
   }
@@ -75,9 +75,9 @@ class ForwardPass : public Pass {
 
   void AllocateAndBuild() {
     hidden_ = MakeRowSource(args_.hidden, workspace->dense);
-    workspace->rows.Ensure(tokens * top_k * row_pitch() * static_cast<std::int64_t>(sizeof(BFloat16)));
+    workspace->rows.Ensure(RowBytes());
     ForwardBuffers measure;
-    Allocate(measure.Bind(nullptr, most_rows, config, lora));
+    Allocate(measure.Bind(nullptr, most_rows, config.hidden_size, LargestShard(shards), lora));
     const std::array stages = {
         Stage{Task<&ForwardPass::PackInput>, Cut::kWhole},
         Stage{Task<&ForwardPass::GateUp>, Cut::kIntermediate},
@@ -102,7 +102,7 @@ class ForwardPass : public Pass {
 
   ForwardBuffers BuffersOf(std::int64_t job) const {
     ForwardBuffers buffers;
-    buffers.Bind(JobMemory(job), RoundUp(jobs[job].rows, kTileColumns), config, lora);
+    buffers.Bind(JobMemory(job), RoundUp(jobs[job].rows, kTileColumns), config.hidden_size, InnerOf(jobs[job]), lora);
     return buffers;
   }
 
@@ -144,8 +144,10 @@ class ForwardPass : public Pass {
     kernels.direct_gemm(gemm);
     range.AddWork(2.0 * job.rows * lora.input_rank() * config.hidden_size, 0);
     TransposeSmall(low_t, ld, rank, job.rows, low, rank);
-    PackLow(job, low, rank, lora.input_rank(), lora.input_scale(), TileKind::kPairs, buffers.low,
-            args_.saved != nullptr ? args_.saved->gate_up_low : nullptr);
+    // Every shard needs it and has the same; one saves it.
+    BFloat16* saved =
+        args_.saved != nullptr && job.shard == 0 ? args_.saved->gate_up_low + job.begin * lora.input_rank() : nullptr;
+    PackLow(job, low, rank, lora.input_rank(), lora.input_scale(), TileKind::kPairs, buffers.low, saved);
   }
 
   /// [rows][rank] fp32, scaled in place, becomes tiles and what backward needs of it.
@@ -154,7 +156,7 @@ class ForwardPass : public Pass {
     for (std::int64_t i = 0; i < job.rows; ++i) {
       for (std::int64_t k = 0; k < rank; ++k) {
         low[i * ld + k] *= scale[k];
-        if (saved != nullptr) saved[(job.begin + i) * rank + k] = ToBFloat16(low[i * ld + k]);
+        if (saved != nullptr) saved[i * rank + k] = ToBFloat16(low[i * ld + k]);
       }
     }
     PackSplit(low, job.rows, rank, ld, kind, tiles);
@@ -164,7 +166,7 @@ class ForwardPass : public Pass {
   void GateUp(std::int64_t index, std::int64_t part) {
     const Job& job = jobs[index];
     const ForwardBuffers buffers = BuffersOf(index);
-    const TileMatrix gate = weights.gate(job.expert), up = weights.up(job.expert);
+    const TileMatrix gate = weights.gate(job.expert, job.shard), up = weights.up(job.expert, job.shard);
     const bool with_lora = lora.input_rank() > 0;
     std::array<GemmSegment, 3> gate_segments{GemmSegment{gate, buffers.x}}, up_segments{GemmSegment{up, buffers.x}};
     if (with_lora) {
@@ -208,9 +210,9 @@ class ForwardPass : public Pass {
       swiglu.up = up_sums;
       swiglu.ld = gemm.ldc;
       swiglu.tokens = job.rows;
-      swiglu.rows = std::min(kTileColumns, config.intermediate_size - block * kTileColumns);
+      swiglu.rows = std::min(kTileColumns, InnerOf(job) - block * kTileColumns);
       if (args_.saved != nullptr) {
-        const std::int64_t offset = job.begin * config.intermediate_size + block * kTileColumns * job.rows;
+        const std::int64_t offset = SavedOffset(job, block);
         swiglu.saved_gate = args_.saved->gate + offset;
         swiglu.saved_up = args_.saved->up + offset;
       }
@@ -239,9 +241,9 @@ class ForwardPass : public Pass {
     gemm.ldc = rank;
     gemm.scratch = carver.Take<BFloat16>(scratch);
     kernels.unpack_gemm(gemm);
-    range.AddWork(2.0 * job.rows * lora.down_rank() * config.intermediate_size, 0);
+    range.AddWork(2.0 * job.rows * lora.down_rank() * InnerOf(job), 0);
     PackLow(job, v, rank, lora.down_rank(), lora.down_scale(), TileKind::kOperand, buffers.v,
-            args_.saved != nullptr ? args_.saved->down_low : nullptr);
+            args_.saved != nullptr ? args_.saved->down_low + SavedDownOffset(job) : nullptr);
   }
 
   /// Y for a range of H, rounded to bf16, into the row of each slot.
@@ -249,15 +251,14 @@ class ForwardPass : public Pass {
     PhaseRange range(Phase::kDownGemm);
     const Job& job = jobs[index];
     const ForwardBuffers buffers = BuffersOf(index);
-    std::array<GemmSegment, 3> segments{GemmSegment{weights.down_transposed(job.expert), buffers.z}};
+    std::array<GemmSegment, 3> segments{GemmSegment{weights.down_transposed(job.expert, job.shard), buffers.z}};
     if (lora.down_rank() > 0) {
       const TileMatrix& b = LoraOf(job).matrix[kLoraBDownT];
       segments = {segments[0], {b, buffers.v.hi}, {b, buffers.v.lo}};
     }
     BFloat16* rows[kMaxChunkRows] = {};
     const std::int32_t* slots = Slots(job);
-    for (std::int64_t i = 0; i < job.rows; ++i)
-      rows[i] = static_cast<BFloat16*>(workspace->rows.data()) + slots[i] * row_pitch();
+    for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = RowOf(job.shard, slots[i]);
     const Range columns = RangeOf(index, Cut::kHidden, part);
     UnpackGemmArgs gemm;
     gemm.segments = {segments.data(), lora.down_rank() > 0 ? std::size_t{3} : std::size_t{1}};
@@ -267,27 +268,28 @@ class ForwardPass : public Pass {
     gemm.rows = rows;
     gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments) * 2));
     kernels.unpack_gemm(gemm);
-    range.AddWork(2.0 * job.rows * config.intermediate_size * gemm.columns * kTileColumns,
-                  2.0 * config.intermediate_size * gemm.columns * kTileColumns);
+    range.AddWork(2.0 * job.rows * InnerOf(job) * gemm.columns * kTileColumns,
+                  2.0 * InnerOf(job) * gemm.columns * kTileColumns);
     if (lora.down_rank() > 0) {
       range.Share(Phase::kDownLora, 2.0 * job.rows * lora.down_rank() * gemm.columns * kTileColumns, 0);
     }
   }
 
-  /// out[t] = sum over the token's slots, in their order, of w Y.
+  /// out[t] = sum over the token's slots, in their order, of w Y; Y is the sum over the shards, in theirs.
   void Merge(std::int64_t first) {
     PhaseRange range(Phase::kMerge);
-    const BFloat16* all = static_cast<const BFloat16*>(workspace->rows.data());
     const std::int64_t end = std::min(first + blocking.tokens_per_merge, tokens);
-    std::vector<const BFloat16*> rows(static_cast<std::size_t>(top_k));
-    std::vector<float> row_weights(static_cast<std::size_t>(top_k));
+    std::vector<const BFloat16*> rows(static_cast<std::size_t>(top_k) * shards.size());
+    std::vector<float> row_weights(rows.size());
     for (std::int64_t t = first; t < end; ++t) {
       MergeRowsArgs merge;
       for (std::int64_t j = 0; j < top_k; ++j) {
         const std::int64_t id = LoadInt(args_.ids, t, j);
         if (id < 0 || id >= config.num_experts) continue;
-        rows[merge.count] = all + (t * top_k + j) * row_pitch();
-        row_weights[merge.count++] = slot_weights_[t * top_k + j];
+        for (std::size_t shard = 0; shard < shards.size(); ++shard) {
+          rows[merge.count] = RowOf(static_cast<std::int64_t>(shard), t * top_k + j);
+          row_weights[merge.count++] = slot_weights_[t * top_k + j];
+        }
       }
       merge.rows = rows.data();
       merge.weights = row_weights.data();

@@ -30,19 +30,21 @@ std::int64_t BuildRouting(const LayerConfig& config, const TensorView& ids, std:
   return offsets[experts];
 }
 
-std::vector<Job> BuildJobs(const LayerConfig& config, const std::int32_t* routing) {
-  const std::int64_t most = ChunkRows(config.hidden_size, config.intermediate_size);
+std::vector<Job> BuildJobs(const LayerConfig& config, std::span<const Shard> shards, const std::int32_t* routing) {
+  const std::int64_t most = ChunkRows(config.hidden_size, LargestShard(shards));
+  const auto num_shards = static_cast<std::int64_t>(shards.size());
   std::vector<Job> jobs;
   for (std::int64_t e = 0; e < config.num_experts; ++e) {
     const std::int64_t begin = routing[e], end = routing[e + 1];
     if (begin == end) continue;
     const std::int64_t chunks = CeilDiv(end - begin, most);
     const std::int64_t rows = RoundUp(CeilDiv(end - begin, chunks), 32);
-    std::int64_t previous = -1;
     for (std::int64_t first = begin; first < end; first += rows) {
       const bool last = first + rows >= end;
-      jobs.push_back({e, first, std::min(rows, end - first), previous, last});
-      previous = static_cast<std::int64_t>(jobs.size()) - 1;
+      for (std::int64_t shard = 0; shard < num_shards; ++shard) {
+        const std::int64_t previous = first == begin ? -1 : static_cast<std::int64_t>(jobs.size()) - num_shards;
+        jobs.push_back({e, shard, first, std::min(rows, end - first), previous, last});
+      }
     }
   }
   return jobs;
@@ -54,7 +56,7 @@ std::vector<JobGroup> BuildGroups(const LayerConfig& config, std::span<const Job
   for (std::int64_t first = 0; first < config.num_experts; first += size) {
     JobGroup group{first, {}, static_cast<std::int64_t>(job), 0};
     for (; job < jobs.size() && jobs[job].expert < first + size; ++job) {
-      if (jobs[job].previous < 0) group.experts.push_back(jobs[job].expert);
+      if (jobs[job].previous < 0 && jobs[job].shard == 0) group.experts.push_back(jobs[job].expert);
       ++group.jobs;
     }
     groups.push_back(std::move(group));

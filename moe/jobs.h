@@ -7,15 +7,18 @@
 
 #include "cpu_kernels/tensor_view.h"
 #include "moe/config.h"
+#include "moe/shards.h"
 
 namespace moesaic::moe {
 
-/// Up to ChunkRows() rows of one expert. Rows are slots t * k + j, in ascending order, at [begin, begin + rows) of the routing.
+/// Up to ChunkRows() rows of one expert, on one shard of I. Rows are slots t * k + j, in ascending order, at
+/// [begin, begin + rows) of the routing.
 struct Job {
   std::int64_t expert;
+  std::int64_t shard;
   std::int64_t begin;
   std::int64_t rows;
-  std::int64_t previous;  ///< the job with the rows before these, of the same expert; -1: this is the first
+  std::int64_t previous;  ///< the job with the rows before these, of the same expert and shard; -1: this is the first
   bool last;              ///< of its expert
 };
 
@@ -23,11 +26,11 @@ struct Job {
 /// ids are validated.
 std::int64_t BuildRouting(const LayerConfig& config, const TensorView& ids, std::int32_t* routing);
 
-/// Jobs in ascending order of experts. An expert's rows are dealt evenly: a short last chunk would read the weights again for
-/// little work.
-std::vector<Job> BuildJobs(const LayerConfig& config, const std::int32_t* routing);
+/// Jobs in ascending order of experts, then of rows, then of shards. An expert's rows are dealt evenly: a short last chunk
+/// would read the weights again for little work.
+std::vector<Job> BuildJobs(const LayerConfig& config, std::span<const Shard> shards, const std::int32_t* routing);
 
-/// The jobs of the experts of one adapter group.
+/// The jobs, of all shards, of the experts of one adapter group.
 struct JobGroup {
   std::int64_t first_expert;          ///< multiple of the group's size
   std::vector<std::int64_t> experts;  ///< those with rows

@@ -33,6 +33,8 @@ const LayerConfig& ExpertsLayer::config() const { return impl_->config; }
 
 std::int64_t ExpertsLayer::weight_bytes() const { return impl_->weights.bytes(); }
 
+std::span<const Shard> ExpertsLayer::shards() const { return impl_->weights.shards(); }
+
 SavedSizes ExpertsLayer::SavedStateSizes(std::int64_t tokens, std::int64_t top_k, std::span<const LoraAdapter> lora) const {
   std::int64_t input_rank = 0, down_rank = 0;
   for (const LoraAdapter& adapter : lora) {
@@ -40,7 +42,8 @@ SavedSizes ExpertsLayer::SavedStateSizes(std::int64_t tokens, std::int64_t top_k
     down_rank += Rank(adapter.down);
   }
   const std::int64_t slots = tokens * top_k, inner = impl_->config.intermediate_size;
-  return {impl_->config.num_experts + 1 + slots, slots * inner, slots * inner, slots * input_rank, slots * down_rank};
+  return {impl_->config.num_experts + 1 + slots, slots * inner, slots * inner, slots * input_rank,
+          static_cast<std::int64_t>(impl_->weights.shards().size()) * slots * down_rank};
 }
 
 void ExpertsLayer::Forward(const ForwardArgs& args, threadpool::Pool& pool) const {

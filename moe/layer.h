@@ -10,7 +10,8 @@
 // Backward: the gradients of hidden, of the routing weights and of every LoRA matrix; base weights are frozen. The phases and
 // their formulas stand in phases.h.
 //
-// Arithmetic: operands bf16, accumulation fp32. Results are bitwise the same for any number of threads.
+// Arithmetic: operands bf16, accumulation fp32. Results are bitwise the same for any number of threads, on one packed layer; on
+// a machine with several NUMA nodes sums over I are rounded once more for each of them (shards.h).
 #pragma once
 
 #include <cstdint>
@@ -19,6 +20,7 @@
 
 #include "cpu_kernels/bfloat16.h"
 #include "moe/config.h"
+#include "moe/shards.h"
 #include "threadpool/pool.h"
 
 namespace moesaic::moe {
@@ -29,7 +31,7 @@ struct SavedSizes {
   std::int64_t gate;         ///< bf16: G, S * I
   std::int64_t up;           ///< bf16: U, S * I
   std::int64_t gate_up_low;  ///< bf16: s * x A^T of gate and up, S * (sum of their ranks)
-  std::int64_t down_low;     ///< bf16: s * V, S * (sum of the down ranks)
+  std::int64_t down_low;     ///< bf16: s * V, S * (sum of the down ranks), for each shard of I its part
 };
 
 /// Memory of the caller's that holds the saved tensors; contents are the engine's own.
@@ -76,6 +78,8 @@ class ExpertsLayer {
   const LayerConfig& config() const;
   /// Bytes that the packed weights take.
   std::int64_t weight_bytes() const;
+  /// How I is divided among NUMA nodes: fixed when the weights were packed, by the pool's machine.
+  std::span<const Shard> shards() const;
 
   /// @param tokens T, @param top_k k
   SavedSizes SavedStateSizes(std::int64_t tokens, std::int64_t top_k, std::span<const LoraAdapter> lora) const;

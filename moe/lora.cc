@@ -12,8 +12,9 @@ constexpr std::int64_t kTaskElements = 64 * 1024;
 
 }  // namespace
 
-LoraCall::LoraCall(const LayerConfig& config, std::span<const LoraAdapter> adapters, std::span<const LoraAdapterGrad> gradients)
-    : config_(config) {
+LoraCall::LoraCall(const LayerConfig& config, const Shard& shard, std::span<const LoraAdapter> adapters,
+                   std::span<const LoraAdapterGrad> gradients)
+    : config_(config), shard_(shard) {
   for (std::size_t i = 0; i < adapters.size(); ++i) {
     const LoraAdapter& adapter = adapters[i];
     const LoraAdapterGrad* gradient = gradients.empty() ? nullptr : &gradients[i];
@@ -28,24 +29,25 @@ LoraCall::LoraCall(const LayerConfig& config, std::span<const LoraAdapter> adapt
     pieces_[kLoraA].rows = padded_input_rank();
     pieces_[kLoraA].columns = config.hidden_size;
     for (LoraMatrix m : {kLoraBGate, kLoraBUp}) {
-      pieces_[m].rows = config.intermediate_size;
+      pieces_[m].rows = shard.size;
       pieces_[m].columns = padded_input_rank();
     }
   }
   if (down_rank_ > 0) {
-    pieces_[kLoraADownT].rows = config.intermediate_size;
+    pieces_[kLoraADownT].rows = shard.size;
     pieces_[kLoraADownT].columns = padded_down_rank();
     pieces_[kLoraBDownT].rows = padded_down_rank();
     pieces_[kLoraBDownT].columns = config.hidden_size;
   }
 }
 
-void LoraCall::AddPiece(LoraMatrix m, const TensorView& view, const TensorView* gradient, bool transposed, std::int64_t first,
-                        std::int64_t count, std::int64_t row, std::int64_t column) {
-  const auto piece = [&](const TensorView& v) {
-    char* data = static_cast<char*>(v.data) + first * v.stride[1] * SizeOf(v.dtype);
-    if (transposed) return Piece{data, v.dtype, v.stride[0], v.stride[2], v.stride[1], row, column, v.shape[2], count};
-    return Piece{data, v.dtype, v.stride[0], v.stride[1], v.stride[2], row, column, count, v.shape[2]};
+void LoraCall::AddPiece(LoraMatrix m, const TensorView& view, const TensorView* gradient, bool transposed, const Slice& slice,
+                        std::int64_t row, std::int64_t column) {
+  const auto piece = [&](TensorView v) {
+    char* data = static_cast<char*>(v.data) + slice.first * v.stride[slice.axis] * SizeOf(v.dtype);
+    v.shape[slice.axis] = slice.count;
+    if (transposed) return Piece{data, v.dtype, v.stride[0], v.stride[2], v.stride[1], row, column, v.shape[2], v.shape[1]};
+    return Piece{data, v.dtype, v.stride[0], v.stride[1], v.stride[2], row, column, v.shape[1], v.shape[2]};
   };
   pieces_[m].parameters.push_back(piece(view));
   if (gradient != nullptr && gradient->defined()) pieces_[m].gradients.push_back(piece(*gradient));
@@ -56,9 +58,9 @@ void LoraCall::AddPair(const LoraPair& pair, const LoraPairGrad* gradient, bool 
   const std::int64_t rank = pair.a.shape[1], inner = config_.intermediate_size;
   const TensorView* a = gradient != nullptr ? &gradient->a : nullptr;
   const TensorView* b = gradient != nullptr ? &gradient->b : nullptr;
-  AddPiece(kLoraA, pair.a, a, false, 0, rank, input_rank_, 0);
-  if (gate) AddPiece(kLoraBGate, pair.b, b, false, 0, inner, 0, input_rank_);
-  if (up) AddPiece(kLoraBUp, pair.b, b, false, gate ? inner : 0, inner, 0, input_rank_);
+  AddPiece(kLoraA, pair.a, a, false, {1, 0, rank}, input_rank_, 0);
+  if (gate) AddPiece(kLoraBGate, pair.b, b, false, {1, shard_.begin, shard_.size}, 0, input_rank_);
+  if (up) AddPiece(kLoraBUp, pair.b, b, false, {1, (gate ? inner : 0) + shard_.begin, shard_.size}, 0, input_rank_);
   input_rank_ += rank;
   input_scale_.insert(input_scale_.end(), static_cast<std::size_t>(rank), pair.scale);
 }
@@ -66,8 +68,10 @@ void LoraCall::AddPair(const LoraPair& pair, const LoraPairGrad* gradient, bool 
 void LoraCall::AddDown(const LoraPair& pair, const LoraPairGrad* gradient) {
   if (!pair.defined()) return;
   const std::int64_t rank = pair.a.shape[1];
-  AddPiece(kLoraADownT, pair.a, gradient != nullptr ? &gradient->a : nullptr, true, 0, rank, 0, down_rank_);
-  AddPiece(kLoraBDownT, pair.b, gradient != nullptr ? &gradient->b : nullptr, true, 0, config_.hidden_size, down_rank_, 0);
+  const TensorView* a = gradient != nullptr ? &gradient->a : nullptr;
+  const TensorView* b = gradient != nullptr ? &gradient->b : nullptr;
+  AddPiece(kLoraADownT, pair.a, a, true, {2, shard_.begin, shard_.size}, 0, down_rank_);
+  AddPiece(kLoraBDownT, pair.b, b, true, {1, 0, config_.hidden_size}, down_rank_, 0);
   down_rank_ += rank;
   down_scale_.insert(down_scale_.end(), static_cast<std::size_t>(rank), pair.scale);
 }
@@ -115,7 +119,7 @@ std::int64_t LoraCall::strips(LoraMatrix m) const {
 
 std::int64_t LoraCall::StripsPerTask(LoraMatrix m, std::int64_t experts) const {
   const std::int64_t rank = m == kLoraADownT || m == kLoraBDownT ? down_rank_ : input_rank_;
-  const std::int64_t size = m == kLoraA || m == kLoraBDownT ? config_.hidden_size : config_.intermediate_size;
+  const std::int64_t size = m == kLoraA || m == kLoraBDownT ? config_.hidden_size : shard_.size;
   const std::int64_t worth = kTaskElements * strips(m) / std::max<std::int64_t>(1, rank * size * experts);
   return std::max<std::int64_t>(1, std::min(worth, strips(m)));
 }

@@ -9,6 +9,8 @@
 //   a_down_t       [I, R2]   A of down, transposed
 //   b_down_t       [R2, H]   B of down, transposed
 //
+// (On several NUMA nodes: of I, the node's shard; the other two once for each node.)
+//
 // Scales are not part of them: they are folded into the rank-wide intermediates while those are fp32.
 //
 // The parameters are read anew in every call, in any strides. PEFT keeps B rank-major, with the experts innermost: neighbouring
@@ -23,6 +25,7 @@
 
 #include "cpu_kernels/gemm/tiles.h"
 #include "moe/config.h"
+#include "moe/shards.h"
 
 namespace moesaic::moe {
 
@@ -32,8 +35,8 @@ inline constexpr int kNumLoraMatrices = 5;
 /// Most experts that are packed together. (A group is smaller where the adapters of so many would not fit the scratch memory.)
 inline constexpr std::int64_t kLoraGroup = 16;
 
-/// One expert's adapters in tiles, and where their gradients add up: fp32 [rows][columns] of the same (padded) matrix, null
-/// where no gradient is wanted.
+/// One expert's adapters in tiles, for one shard of I, and where their gradients add up: fp32 [rows][columns] of the same
+/// (padded) matrix, null where no gradient is wanted.
 struct ExpertLora {
   std::array<TileMatrix, kNumLoraMatrices> matrix;
   std::array<float*, kNumLoraMatrices> gradient{};
@@ -41,8 +44,10 @@ struct ExpertLora {
 
 class LoraCall {
  public:
-  /// Views are borrowed for the life of the object. `gradients` is empty or as long as `adapters`.
-  LoraCall(const LayerConfig& config, std::span<const LoraAdapter> adapters, std::span<const LoraAdapterGrad> gradients);
+  /// Views are borrowed for the life of the object. `gradients` is empty or as long as `adapters`. Of I, only the rows of the
+  /// shard are there.
+  LoraCall(const LayerConfig& config, const Shard& shard, std::span<const LoraAdapter> adapters,
+           std::span<const LoraAdapterGrad> gradients);
 
   /// Sum of the ranks of gate_up, gate and up (R1) and of down (R2), as they are and rounded up to 32.
   std::int64_t input_rank() const { return input_rank_; }
@@ -79,6 +84,9 @@ class LoraCall {
   /// Packs strips of one matrix for experts first_expert .. first_expert + targets.size() - 1, at most kLoraGroup; an expert
   /// whose entry has no memory is passed over.
   void Pack(LoraMatrix m, const Strips& strips, std::int64_t first_expert, std::span<const ExpertLora> targets) const;
+
+  /// Adds another shard's sums to this one's: strips of a matrix that is whole in every shard (kLoraA, kLoraBDownT).
+  void AddGradients(LoraMatrix m, const Strips& strips, std::span<const ExpertLora> from, std::span<const ExpertLora> to) const;
 
   /// Writes strips of the gradients of one matrix for the same experts; where an entry has none, zeros.
   void WriteGradients(LoraMatrix m, const Strips& strips, std::int64_t first_expert, std::span<const ExpertLora> sources) const;
@@ -150,10 +158,16 @@ class LoraCall {
 
   void AddPair(const LoraPair& pair, const LoraPairGrad* gradient, bool gate, bool up);
   void AddDown(const LoraPair& pair, const LoraPairGrad* gradient);
-  void AddPiece(LoraMatrix m, const TensorView& view, const TensorView* gradient, bool transposed, std::int64_t first,
-                std::int64_t count, std::int64_t row, std::int64_t column);
+  /// Entries [first, first + count) of an axis of the view.
+  struct Slice {
+    int axis;
+    std::int64_t first, count;
+  };
+  void AddPiece(LoraMatrix m, const TensorView& view, const TensorView* gradient, bool transposed, const Slice& slice,
+                std::int64_t row, std::int64_t column);
 
   LayerConfig config_;
+  Shard shard_;
   std::int64_t input_rank_ = 0;
   std::int64_t down_rank_ = 0;
   std::vector<float> input_scale_;

@@ -246,6 +246,21 @@ void LoraCall::LoadScattered(const Piece& piece, const Block& block, const PackC
   }
 }
 
+void LoraCall::AddGradients(LoraMatrix m, const Strips& strips, std::span<const ExpertLora> from,
+                            std::span<const ExpertLora> to) const {
+  const Tiles tiles = TilesOf(m, strips);
+  const std::int64_t ld = RoundUp(pieces_[m].columns, kTileColumns);
+  const std::int64_t first = tiles.first_column * kTileColumns, end = tiles.end_column * kTileColumns;
+  for (std::size_t x = 0; x < to.size(); ++x) {
+    const float* addend = from[x].gradient[m];
+    float* sum = to[x].gradient[m];
+    if (sum == nullptr) continue;
+    for (std::int64_t i = tiles.first_panel * kPanelRows; i < tiles.end_panel * kPanelRows; ++i) {
+      for (std::int64_t j = first; j < end; ++j) sum[i * ld + j] += addend[i * ld + j];
+    }
+  }
+}
+
 void LoraCall::WriteGradients(LoraMatrix m, const Strips& strips, std::int64_t first_expert,
                               std::span<const ExpertLora> sources) const {
   const std::int64_t ld = RoundUp(pieces_[m].columns, kTileColumns);

@@ -18,6 +18,16 @@ constexpr std::int64_t kRounding = std::int64_t{12} << 20;
 /// are written and read together, does not lie in one cache set.
 std::int64_t ExpertPitch(std::int64_t bytes) { return bytes == 0 ? 0 : RoundUp(bytes, 4096) + 64; }
 
+std::vector<LoraCall> LoraOfShards(const LayerConfig& config, std::span<const Shard> shards,
+                                   std::span<const LoraAdapter> adapters, std::span<const LoraAdapterGrad> gradients) {
+  std::vector<LoraCall> calls;
+  for (const Shard& shard : shards) calls.emplace_back(config, shard, adapters, gradients);
+  return calls;
+}
+
+/// Whole in every shard: its gradient is the sum of theirs.
+bool IsInEveryShard(LoraMatrix m) { return m == kLoraA || m == kLoraBDownT; }
+
 }  // namespace
 
 RowSource MakeRowSource(const TensorView& tensor, AlignedBuffer& copy) {
@@ -44,8 +54,10 @@ Pass::Pass(Phase direction, const LayerConfig& config_, const PackedWeights& wei
            std::span<const LoraAdapterGrad> gradients, std::int64_t tokens_, std::int64_t top_k_, const threadpool::Pool& pool)
     : config(config_),
       weights(weights_),
+      shards(weights_.shards()),
       kernels(ChosenKernels()),
-      lora(config_, adapters, gradients),
+      lora_of_shard_(LoraOfShards(config_, shards, adapters, gradients)),
+      lora(lora_of_shard_.front()),
       tokens(tokens_),
       top_k(top_k_),
       padded_hidden(RoundUp(config_.hidden_size, kTileColumns)),
@@ -53,8 +65,11 @@ Pass::Pass(Phase direction, const LayerConfig& config_, const PackedWeights& wei
       direction_(direction) {}
 
 void Pass::Plan() {
-  jobs = BuildJobs(config, routing);
-  const std::int64_t expert_bytes = ExpertPitch(lora.expert_bytes()) + ExpertPitch(lora.gradient_bytes());
+  jobs = BuildJobs(config, shards, routing);
+  std::int64_t expert_bytes = 0;  // of all shards
+  for (const LoraCall& call : lora_of_shard_) {
+    expert_bytes += ExpertPitch(call.expert_bytes()) + ExpertPitch(call.gradient_bytes());
+  }
   // Several groups in flight, so that one can be packed or written while others compute.
   lora_group_ = kLoraGroup;
   while (lora_group_ > 1 && 4 * lora_group_ * expert_bytes > LoraBudget(threads)) lora_group_ /= 2;
@@ -72,33 +87,35 @@ std::int64_t Pass::PartSize(std::int64_t job, Cut cut) const {
 
 std::int64_t Pass::PartsOf(std::int64_t job, Cut cut) const {
   if (cut == Cut::kWhole) return 1;
-  const std::int64_t size = cut == Cut::kIntermediate ? config.intermediate_size : config.hidden_size;
+  const std::int64_t size = cut == Cut::kIntermediate ? InnerOf(jobs[job]) : config.hidden_size;
   return CeilDiv(CeilDiv(size, kTileColumns), PartSize(job, cut));
 }
 
 Pass::Range Pass::RangeOf(std::int64_t job, Cut cut, std::int64_t part) const {
-  const std::int64_t size = cut == Cut::kIntermediate ? config.intermediate_size : config.hidden_size;
+  const std::int64_t size = cut == Cut::kIntermediate ? InnerOf(jobs[job]) : config.hidden_size;
   const std::int64_t step = PartSize(job, cut);
   return {part * step, std::min((part + 1) * step, CeilDiv(size, kTileColumns))};
 }
 
 void Pass::Allocate(std::int64_t job_bytes) {
-  const auto count = static_cast<std::int64_t>(jobs.size());
+  const auto count = static_cast<std::int64_t>(jobs.size()), num_shards = static_cast<std::int64_t>(shards.size());
   BlockingQuery query;
   query.jobs = count;
   query.rows = most_rows;
   query.hidden = config.hidden_size;
-  query.intermediate = config.intermediate_size;
+  query.intermediate = LargestShard(shards);
   query.threads = threads;
   const std::int64_t lora_bytes = lora.any() ? BindLora() : 0;
   const std::int64_t thread_bytes = threads * StageScratchBytes();
   const std::int64_t rest = ScratchBudget(threads) - kRounding - lora_bytes - thread_bytes;
   job_bytes_ = RoundUp(std::max<std::int64_t>(job_bytes, 1), 64);
-  job_slots_ = std::clamp<std::int64_t>(std::min(JobBudget(threads), rest) / job_bytes_, 1, std::max<std::int64_t>(count, 1));
-  Workspace::Fit(workspace->jobs, job_slots_ * job_bytes_, rest);
-  free_slots_ = std::make_unique<SlotPool>(job_slots_, threads);
+  job_slots_ = std::clamp<std::int64_t>(std::min(JobBudget(threads), rest) / (job_bytes_ * num_shards), 1,
+                                        std::max<std::int64_t>(count / num_shards, 1));
+  Workspace::Fit(workspace->jobs, job_slots_ * job_bytes_ * num_shards, rest);
+  free_slots_.clear();
+  for (std::int64_t s = 0; s < num_shards; ++s) free_slots_.push_back(std::make_unique<SlotPool>(job_slots_, threads));
   slot_of_job_.resize(jobs.size());
-  query.slots = job_slots_;
+  query.slots = job_slots_ * num_shards;
   blocking = ChooseBlocking(query);
 }
 
@@ -106,41 +123,51 @@ std::int64_t Pass::StageScratchBytes() const {
   const std::int64_t rank = std::max(lora.padded_input_rank(), lora.padded_down_rank());
   // Unpacked weights, two tile columns of 64 bytes a row: those of both base products of a stage and of the adapters' two
   // parts.
-  const std::int64_t unpacked = 256 * (RoundUp(config.intermediate_size, kTileColumns) + rank);
+  const std::int64_t unpacked = 256 * (RoundUp(LargestShard(shards), kTileColumns) + rank);
   // The low rank products hold two fp32 blocks of [rows][rank], the others 32 fp32 columns and three times as many in bf16.
   return unpacked + most_rows * (8 * rank + 320) + 256;
 }
 
 /// Experts with rows take consecutive places in the ring; a group's places are freed when its gradients are written.
 std::int64_t Pass::BindLora() {
-  const std::int64_t bytes = ExpertPitch(lora.expert_bytes()), sums = ExpertPitch(lora.gradient_bytes());
-  const std::int64_t group_bytes = lora_group_ * (bytes + sums);
+  std::int64_t group_bytes = 0;
+  for (const LoraCall& call : lora_of_shard_) {
+    group_bytes += lora_group_ * (ExpertPitch(call.expert_bytes()) + ExpertPitch(call.gradient_bytes()));
+  }
   const auto count = static_cast<std::int64_t>(groups.size());
   group_slots_ = std::clamp<std::int64_t>(LoraBudget(threads) / std::max<std::int64_t>(group_bytes, 1), 1, count);
   Workspace::Fit(workspace->lora, group_slots_ * group_bytes, LoraBudget(threads));
-  expert_lora_.resize(static_cast<std::size_t>(config.num_experts));
-  for (std::int64_t g = 0; g < count; ++g) {
-    for (std::size_t x = 0; x < groups[g].experts.size(); ++x) {
-      const std::int64_t place = g % group_slots_ * lora_group_ + static_cast<std::int64_t>(x);
-      char* memory = static_cast<char*>(workspace->lora.data()) + place * (bytes + sums);
-      expert_lora_[groups[g].experts[x]] = lora.Bind(memory, sums > 0 ? memory + bytes : nullptr);
+  expert_lora_.resize(shards.size() * static_cast<std::size_t>(config.num_experts));
+  char* ring = static_cast<char*>(workspace->lora.data());
+  for (std::size_t s = 0; s < shards.size(); ++s) {
+    const LoraCall& call = lora_of_shard_[s];
+    const std::int64_t bytes = ExpertPitch(call.expert_bytes()), sums = ExpertPitch(call.gradient_bytes());
+    ExpertLora* of_expert = expert_lora_.data() + static_cast<std::int64_t>(s) * config.num_experts;
+    for (std::int64_t g = 0; g < count; ++g) {
+      for (std::size_t x = 0; x < groups[g].experts.size(); ++x) {
+        const std::int64_t place = g % group_slots_ * lora_group_ + static_cast<std::int64_t>(x);
+        char* memory = ring + place * (bytes + sums);
+        of_expert[groups[g].experts[x]] = call.Bind(memory, sums > 0 ? memory + bytes : nullptr);
+      }
     }
+    ring += group_slots_ * lora_group_ * (bytes + sums);
   }
   return group_slots_ * group_bytes;
 }
 
 void* Pass::JobMemory(std::int64_t job) const {
-  return static_cast<char*>(workspace->jobs.data()) + slot_of_job_[static_cast<std::size_t>(job)] * job_bytes_;
+  const std::int64_t slot = jobs[job].shard * job_slots_ + slot_of_job_[static_cast<std::size_t>(job)];
+  return static_cast<char*>(workspace->jobs.data()) + slot * job_bytes_;
 }
 
 void Pass::BeginJob(void* pass, std::int64_t job, int worker) {
   Pass& self = *static_cast<Pass*>(pass);
-  self.slot_of_job_[static_cast<std::size_t>(job)] = self.free_slots_->Take(worker);
+  self.slot_of_job_[static_cast<std::size_t>(job)] = self.free_slots_[self.jobs[job].shard]->Take(worker);
 }
 
 void Pass::EndJob(void* pass, std::int64_t job, int worker) {
   Pass& self = *static_cast<Pass*>(pass);
-  self.free_slots_->Free(self.slot_of_job_[static_cast<std::size_t>(job)], worker);
+  self.free_slots_[self.jobs[job].shard]->Free(self.slot_of_job_[static_cast<std::size_t>(job)], worker);
 }
 
 void Pass::PackSplit(float* values, std::int64_t rows, std::int64_t columns, std::int64_t ld, TileKind kind,
@@ -172,37 +199,57 @@ Phase Pass::LoraPhase(LoraMatrix m) const {
 
 Pass::LoraPart Pass::LoraPartOf(std::int64_t index) const {
   const auto m = static_cast<LoraMatrix>(TaskIndex::Part(index) % kNumLoraMatrices);
-  const std::int64_t step = lora.StripsPerTask(m, lora_group_), begin = TaskIndex::Part(index) / kNumLoraMatrices * step;
-  const std::int64_t first = groups[TaskIndex::Job(index)].first_expert;
-  const std::int64_t count = std::min(lora_group_, config.num_experts - first);
-  const std::span<const ExpertLora> all(expert_lora_);
-  return {m, {begin, std::min(begin + step, lora.strips(m))}, first, all.subspan(first, count)};
+  const auto num_shards = static_cast<std::int64_t>(shards.size());
+  const std::int64_t group = TaskIndex::Job(index) / num_shards, shard = TaskIndex::Job(index) % num_shards;
+  const LoraCall& call = lora_of_shard_[static_cast<std::size_t>(shard)];
+  const std::int64_t step = call.StripsPerTask(m, lora_group_), begin = TaskIndex::Part(index) / kNumLoraMatrices * step;
+  const std::int64_t first = groups[group].first_expert;
+  return {m, shard, {begin, std::min(begin + step, call.strips(m))}, first, GroupLora(shard, first)};
+}
+
+std::span<const ExpertLora> Pass::GroupLora(std::int64_t shard, std::int64_t first_expert) const {
+  const std::int64_t count = std::min(lora_group_, config.num_experts - first_expert);
+  return std::span<const ExpertLora>(expert_lora_).subspan(shard * config.num_experts + first_expert, count);
 }
 
 void Pass::PackTask(void* pass, std::int64_t index, int) {
   const Pass& self = *static_cast<const Pass*>(pass);
   const LoraPart part = self.LoraPartOf(index);
   const PhaseRange range(self.LoraPhase(part.matrix));
-  self.lora.Pack(part.matrix, part.strips, part.first_expert, part.experts);
+  self.lora_of_shard_[part.shard].Pack(part.matrix, part.strips, part.first_expert, part.experts);
 }
 
 void Pass::WriteTask(void* pass, std::int64_t index, int) {
   const Pass& self = *static_cast<const Pass*>(pass);
   const LoraPart part = self.LoraPartOf(index);
   const PhaseRange range(self.LoraPhase(part.matrix));
-  self.lora.WriteGradients(part.matrix, part.strips, part.first_expert, part.experts);
+  const LoraCall& call = self.lora_of_shard_[part.shard];
+  for (std::size_t s = 1; s < self.shards.size() && IsInEveryShard(part.matrix); ++s) {
+    const auto other = static_cast<std::int64_t>(s);
+    call.AddGradients(part.matrix, part.strips, self.GroupLora(other, part.first_expert), part.experts);
+  }
+  call.WriteGradients(part.matrix, part.strips, part.first_expert, part.experts);
 }
 
-void Pass::AddLoraTasks(TaskFunction function, std::int64_t group, TaskId after, std::vector<TaskId>& tasks) {
+void Pass::AddLoraTasks(TaskFunction function, std::int64_t group, std::int64_t shard, TaskId after,
+                        std::vector<TaskId>& tasks) {
+  const LoraCall& call = lora_of_shard_[static_cast<std::size_t>(shard)];
+  const std::int64_t index = group * static_cast<std::int64_t>(shards.size()) + shard;
   for (int i = 0; i < kNumLoraMatrices; ++i) {
     const auto m = static_cast<LoraMatrix>(i);
-    if (function == WriteTask && !lora.wants(m)) continue;
-    const std::int64_t parts = CeilDiv(lora.strips(m), lora.StripsPerTask(m, lora_group_));
+    if (function == WriteTask && (!lora.wants(m) || (IsInEveryShard(m) && shard > 0))) continue;
+    const std::int64_t parts = CeilDiv(call.strips(m), call.StripsPerTask(m, lora_group_));
     for (std::int64_t part = 0; part < parts; ++part) {
-      tasks.push_back(graph.Add(function, this, TaskIndex::Encode(group, part * kNumLoraMatrices + m)));
+      const std::int64_t task = TaskIndex::Encode(index, part * kNumLoraMatrices + m);
+      tasks.push_back(AddOfShard(function, task, shard, TaskGraph::Start::kNext));
       if (after >= 0) graph.AddEdge(after, tasks.back());
     }
   }
+}
+
+TaskId Pass::AddOfShard(TaskFunction function, std::int64_t index, std::int64_t shard, TaskGraph::Start start) {
+  if (shards.size() == 1) return graph.Add(function, this, index, start);
+  return graph.AddOnNode(function, this, index, shards[static_cast<std::size_t>(shard)].node);
 }
 
 TaskId Pass::Join(std::span<const TaskId> tasks) {
@@ -225,8 +272,9 @@ std::vector<TaskId> Pass::AddJob(void* context, std::int64_t job, std::span<cons
     if (!matched && before.size() > 1 && parts > 1) before = {Join(before)};
     // The same ranges as in the expert's previous job, or else all of that job's sums come first.
     const bool follows = stage.sums && jobs[job].previous >= 0;
-    const bool same_ranges = follows && PartSize(job, Cut::kIntermediate) == PartSize(job - 1, Cut::kIntermediate) &&
-                             PartSize(job, Cut::kHidden) == PartSize(job - 1, Cut::kHidden);
+    const std::int64_t previous_job = jobs[job].previous;
+    const bool same_ranges = follows && PartSize(job, Cut::kIntermediate) == PartSize(previous_job, Cut::kIntermediate) &&
+                             PartSize(job, Cut::kHidden) == PartSize(previous_job, Cut::kHidden);
     const TaskId all_sums = follows && !same_ranges ? Join(sums) : -1;
     for (std::int64_t part = 0; part < parts; ++part) {
       const TaskId task = graph.Add(stage.function, context, TaskIndex::Encode(job, part));
@@ -256,32 +304,34 @@ std::vector<TaskId> Pass::AddJob(void* context, std::int64_t job, std::span<cons
 
 TaskId Pass::AddJobs(void* context, std::span<const Stage> stages) {
   const bool pack = lora.any(), write = lora.wants_any();
-  std::vector<TaskId> job_ends(jobs.size()), slot_ends(group_slots_, -1), all, sums;
+  const auto num_shards = static_cast<std::int64_t>(shards.size());
+  std::vector<TaskId> job_ends(jobs.size()), slot_ends(group_slots_, -1), packed(shards.size(), -1), all;
+  std::vector<std::vector<TaskId>> sums(shards.size());
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const JobGroup& group = groups[g];
     if (group.jobs == 0 && !write) continue;
     const auto g_index = static_cast<std::int64_t>(g);
     TaskId& slot_free = slot_ends[g_index % group_slots_];
-    TaskId packed = -1;
-    if (pack && group.jobs > 0) {
+    for (std::int64_t shard = 0; pack && group.jobs > 0 && shard < num_shards; ++shard) {
       std::vector<TaskId> tasks;
-      AddLoraTasks(PackTask, g_index, slot_free, tasks);
-      packed = Join(tasks);
+      AddLoraTasks(PackTask, g_index, shard, slot_free, tasks);
+      packed[shard] = Join(tasks);
     }
     std::vector<TaskId> ends;
     for (std::int64_t job = group.first_job; job < group.first_job + group.jobs; ++job) {
       // In turn: the last jobs are cut finer, and must be the last to begin.
-      const TaskId begin = graph.Add(BeginJob, this, job, TaskGraph::Start::kInTurn);
-      if (packed >= 0) graph.AddEdge(packed, begin);
-      if (job >= job_slots_) graph.AddEdge(job_ends[job - job_slots_], begin);
+      const std::int64_t shard = jobs[job].shard, turn = job_slots_ * num_shards;
+      const TaskId begin = AddOfShard(BeginJob, job, shard, TaskGraph::Start::kInTurn);
+      if (packed[shard] >= 0) graph.AddEdge(packed[shard], begin);
+      if (job >= turn) graph.AddEdge(job_ends[job - turn], begin);
       job_ends[job] = graph.Add(EndJob, this, job);
-      for (TaskId task : AddJob(context, job, stages, begin, sums)) graph.AddEdge(task, job_ends[job]);
+      for (TaskId task : AddJob(context, job, stages, begin, sums[shard])) graph.AddEdge(task, job_ends[job]);
       ends.push_back(job_ends[job]);
     }
     if (write) {
       const TaskId computed = ends.empty() ? -1 : Join(ends);
       ends.clear();
-      AddLoraTasks(WriteTask, g_index, computed, ends);
+      for (std::int64_t shard = 0; shard < num_shards; ++shard) AddLoraTasks(WriteTask, g_index, shard, computed, ends);
     }
     all.push_back(Join(ends));
     if (group.jobs > 0) slot_free = all.back();

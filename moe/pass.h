@@ -4,6 +4,8 @@
 // (each split over I or H where there are few jobs), and at the end, over blocks of tokens, the merge. A worker that ends one
 // stage goes on with the next of the same job, whose activations are in its cache.
 //
+// On several NUMA nodes each job is one node's shard of I (shards.h), begins there, and has its slot there.
+//
 // There are slots for the activations of so many jobs, and for the adapters of so many groups: a job waits for the end of the
 // one that many jobs before it, and then takes the slot that its worker freed last, which is still in that core's caches. That
 // bounds memory whatever the number of tokens.
@@ -78,8 +80,14 @@ class Pass {
 
   const LayerConfig& config;
   const PackedWeights& weights;
+  const std::span<const Shard> shards;
   const KernelTier& kernels;
-  const LoraCall lora;
+
+ private:
+  std::vector<LoraCall> lora_of_shard_;
+
+ public:
+  const LoraCall& lora;  ///< of the first shard: ranks, scales and what is wanted are those of all
   const std::int64_t tokens;
   const std::int64_t top_k;
   const std::int64_t padded_hidden;  ///< H rounded up to a tile
@@ -94,6 +102,23 @@ class Pass {
   std::int64_t most_rows = 0;  ///< of any job, rounded up to 32
 
   const std::int32_t* Slots(const Job& job) const { return routing + config.num_experts + 1 + job.begin; }
+  /// Rows of I that a job computes: those of its shard.
+  std::int64_t InnerOf(const Job& job) const { return shards[static_cast<std::size_t>(job.shard)].size; }
+  /// Elements of saved.gate and saved.up before a job's 32 rows of I from 32 * block on. A shard's are together.
+  std::int64_t SavedOffset(const Job& job, std::int64_t block) const {
+    const Shard& shard = shards[static_cast<std::size_t>(job.shard)];
+    return shard.begin * tokens * top_k + job.begin * shard.size + block * kTileColumns * job.rows;
+  }
+  /// Elements of saved.down_low before those of a job's rows: each shard has its own, which add up.
+  std::int64_t SavedDownOffset(const Job& job) const { return (job.shard * tokens * top_k + job.begin) * lora.down_rank(); }
+  /// workspace->rows: a shard's row of Y or dX for a slot, and the bytes of all of them.
+  BFloat16* RowOf(std::int64_t shard, std::int64_t slot) const {
+    return static_cast<BFloat16*>(workspace->rows.data()) + (shard * tokens * top_k + slot) * row_pitch();
+  }
+  std::int64_t RowBytes() const {
+    const auto rows = static_cast<std::int64_t>(shards.size()) * tokens * top_k;
+    return rows * row_pitch() * static_cast<std::int64_t>(sizeof(BFloat16));
+  }
 
   /// Parts into which a job's stages are cut, and what a part covers.
   struct Range {
@@ -108,7 +133,9 @@ class Pass {
   void Allocate(std::int64_t job_bytes);
 
   void* JobMemory(std::int64_t job) const;  ///< between the begin and the end of the job
-  const ExpertLora& LoraOf(const Job& job) const { return expert_lora_[static_cast<std::size_t>(job.expert)]; }
+  const ExpertLora& LoraOf(const Job& job) const {
+    return expert_lora_[static_cast<std::size_t>(job.shard * config.num_experts + job.expert)];
+  }
 
   /// Adds the tasks of the whole call but the merge, and returns one that ends after all of them. `context` is what the stages'
   /// functions get, and a Pass.
@@ -131,33 +158,37 @@ class Pass {
   /// Blocks or columns in one part.
   std::int64_t PartSize(std::int64_t job, Cut cut) const;
   TaskId Join(std::span<const TaskId> tasks);
-  /// Tasks of one job; `previous` and `sums` are those of the job before it of the same expert and of this one.
+  /// A task that begins something of a shard: where there are several, on its node.
+  TaskId AddOfShard(TaskFunction function, std::int64_t index, std::int64_t shard, TaskGraph::Start start);
+  /// Tasks of one job; `sums` are those of the job before it of the same expert and shard, and then of this one.
   std::vector<TaskId> AddJob(void* context, std::int64_t job, std::span<const Stage> stages, TaskId start,
                              std::vector<TaskId>& sums);
   /// The phase that packing adapters and writing their gradients counts for.
   Phase LoraPhase(LoraMatrix m) const;
   static void BeginJob(void* pass, std::int64_t job, int worker);
   static void EndJob(void* pass, std::int64_t job, int worker);
-  /// Adds the tasks that pack the adapters of a group, or write their gradients: some strips of one matrix each.
-  void AddLoraTasks(TaskFunction function, std::int64_t group, TaskId after, std::vector<TaskId>& tasks);
+  /// Adds the tasks that pack the adapters of a group for a shard, or write their gradients: some strips of one matrix each.
+  void AddLoraTasks(TaskFunction function, std::int64_t group, std::int64_t shard, TaskId after, std::vector<TaskId>& tasks);
   struct LoraPart {
     LoraMatrix matrix;
+    std::int64_t shard;
     LoraCall::Strips strips;
     std::int64_t first_expert;
     std::span<const ExpertLora> experts;  ///< of the group
   };
   LoraPart LoraPartOf(std::int64_t index) const;
+  std::span<const ExpertLora> GroupLora(std::int64_t shard, std::int64_t first_expert) const;
   static void PackTask(void* pass, std::int64_t index, int worker);
   static void WriteTask(void* pass, std::int64_t index, int worker);
 
   Phase direction_;
   std::int64_t job_bytes_ = 0;
-  std::int64_t job_slots_ = 1;
-  std::unique_ptr<SlotPool> free_slots_;
+  std::int64_t job_slots_ = 1;                         ///< of each shard
+  std::vector<std::unique_ptr<SlotPool>> free_slots_;  ///< by shard
   std::vector<std::int64_t> slot_of_job_;
   std::int64_t lora_group_ = 1;  ///< experts of a group
   std::int64_t group_slots_ = 1;
-  std::vector<ExpertLora> expert_lora_;  ///< by expert; empty entries for those without rows
+  std::vector<ExpertLora> expert_lora_;  ///< by shard and expert; empty entries for those without rows
 };
 
 /// The fp32 columns [rows][ld] of a transposed result [columns][ld_in].

@@ -235,7 +235,7 @@ TEST_P(LoraTest, EveryLayoutToTilesAndBack) {
     const LayerConfig config{1 + Below(random, 40), 1 + Below(random, trial % 4 == 0 ? 700 : 80),
                              1 + Below(random, trial % 4 == 1 ? 300 : 80)};
     LoraProblem problem(config, random);
-    const LoraCall lora(config, problem.adapters, problem.gradients);
+    const LoraCall lora(config, {0, config.intermediate_size}, problem.adapters, problem.gradients);
     const std::int64_t size = std::int64_t{1} << Below(random, 5);  // of a group
     SCOPED_TRACE(testing::Message() << "trial " << trial << " E " << config.num_experts << " H " << config.hidden_size << " I "
                                     << config.intermediate_size << " ranks " << problem.input_rank << ", " << problem.down_rank
@@ -305,7 +305,7 @@ TEST_P(LoraTest, PartsCoverAMatrixInPiecesWorthATask) {
   };
   adapter.gate_up = {view(16, 2048), view(1536, 16), 1.0f};
   adapter.down = {view(16, 768), view(2048, 16), 1.0f};
-  const LoraCall lora(config, {&adapter, 1}, {});
+  const LoraCall lora(config, {0, config.intermediate_size}, {&adapter, 1}, {});
   for (int i = 0; i < kNumLoraMatrices; ++i) {
     const auto m = static_cast<LoraMatrix>(i);
     const bool wide = m == kLoraA || m == kLoraBDownT;
