@@ -1,0 +1,270 @@
+"""Holds predictions against this host: products, layers and training steps that no rate was fitted to."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moesaic.perf.calibration import LayerCase, Statistic, alone, calibrate, measure_layer
+from moesaic.perf.gemm_evaluator import Configuration, GemmEvaluator
+from moesaic.perf.layer_model import ExpertsShape, LayerModel
+from moesaic.perf.layer_plan import round_up
+from moesaic.perf.machine import Machine
+from moesaic.perf.products import Products
+from moesaic.perf.rates import LayerRates, rates_path
+from moesaic.perf.shapes import GemmShape
+
+__all__ = ["BARS", "CheckPlan", "Pair", "layer_cases", "run_check", "summarise"]
+
+SCHEMA = 1
+
+BARS: dict[str, tuple[float, float | None]] = {
+    "gemm": (0.08, 0.20),
+    "layer forward": (0.08, None),
+    "layer backward": (0.08, None),
+    "skewed routing": (0.15, None),
+    "step": (0.10, None),
+}
+"""By group: the median error that is allowed, and the 95th percentile. For skewed routing it is the largest error."""
+
+_GEMMS = (
+    ("direct", 4, 1408, 704), ("direct", 24, 2048, 1408), ("direct", 80, 1152, 640), ("direct", 200, 2304, 512),
+    ("direct", 352, 896, 1024), ("direct", 1, 3072, 1024), ("unpack", 6, 704, 1408), ("unpack", 40, 1408, 2048),
+    ("unpack", 112, 640, 1152), ("unpack", 224, 512, 2304), ("unpack", 320, 1024, 896), ("unpack", 2, 1024, 3072),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prediction and what was measured, in milliseconds."""
+
+    group: str
+    name: str
+    predicted_ms: float
+    measured_ms: float
+    spread: float
+    """The median of the repetitions over their least."""
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to what was measured."""
+        return self.predicted_ms / self.measured_ms - 1.0
+
+
+@dataclass(frozen=True)
+class CheckPlan:
+    """What is run.
+
+    Attributes:
+        repetitions: of everything.
+        statistic: what is taken of them: the median, or the least where others use the host.
+        full: also layers of a gigabyte and more.
+        recalibrate: fit the rates of the layers anew, even where some are kept.
+        parts: which groups: 'gemm', 'layer', 'step'.
+    """
+
+    repetitions: int = 7
+    statistic: Statistic = statistics.median
+    full: bool = False
+    recalibrate: bool = False
+    parts: Sequence[str] = ("gemm", "layer", "step")
+
+
+def layer_cases(*, full: bool) -> tuple[LayerCase, ...]:
+    """Layers that predictions are held against; none of them, nor one of their sizes, is among the calibration's."""
+    demo = ExpertsShape(32, 512, 256, 8, 16)
+    middle = ExpertsShape(48, 1280, 704, 6, 8)
+    cases = [LayerCase(demo, tokens, "uniform") for tokens in (8, 512, 2048)]
+    cases += [LayerCase(demo, 512, "zipf"), LayerCase(demo, 1024, "concentrated:8")]
+    cases += [LayerCase(middle, tokens, "uniform") for tokens in (4, 128, 600)]
+    cases += [LayerCase(replace(middle, rank=0), 300, "zipf"), LayerCase(middle, 200, "concentrated:6")]
+    cases += [LayerCase(ExpertsShape(20, 1000, 440, 4, 24), 160, "uniform")]  # off the grid
+    if full:
+        qwen = ExpertsShape(128, 2048, 768, 8, 16)
+        cases += [LayerCase(qwen, tokens, "uniform") for tokens in (4, 16, 128, 1024, 4096)]
+        cases += [LayerCase(qwen, 4096, "zipf"), LayerCase(qwen, 4096, "concentrated:16")]
+        cases += [LayerCase(qwen, 128, "zipf"), LayerCase(replace(qwen, rank=0), 2048, "uniform")]
+        cases += [LayerCase(ExpertsShape(8, 4096, 14336, 2, 16), 512, "uniform")]
+    return tuple(cases)
+
+
+def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Runs everything and returns the document that `moesaic predict --check --json` prints.
+
+    Args:
+        machine: this host's description.
+        threads: of the engine.
+        plan: what is run.
+        progress: is told what is run.
+    """
+    evaluator = GemmEvaluator(machine, threads)
+    start = LayerModel(Products(evaluator), LayerRates.derived(machine, threads))
+    path = rates_path(machine, threads)
+    pairs: list[Pair] = []
+    left_out: dict[str, str] = {}
+    rates: LayerRates | None = None
+    if "layer" in plan.parts or "step" in plan.parts:
+        rates = None if plan.recalibrate else _kept(path)
+        if rates is None:
+            rates = calibrate(start, plan.repetitions, plan.statistic, progress)
+            try:
+                rates.save(path)
+            except OSError as error:
+                left_out["keeping the rates"] = str(error)
+    if "gemm" in plan.parts:
+        pairs += _gemms(machine, plan, progress)
+    if rates is not None:
+        model = LayerModel(start.products, rates)
+        if "layer" in plan.parts:
+            pairs += _layers(model, plan, progress)
+        if "step" in plan.parts:
+            try:
+                pairs += _steps(model, plan, progress)
+            except ImportError as error:
+                left_out["step"] = f"transformers or PEFT is missing: {error}"
+    return {
+        "schema": SCHEMA,
+        "machine": {"name": machine.name, "cpu": machine.cpu, "isa": machine.isa, "identity": machine.identity},
+        "threads": threads,
+        "statistic": "median" if plan.statistic is statistics.median else "least",
+        "rates": None if rates is None else {name: getattr(rates, name) for name in LayerRates.names()},
+        "pairs": [
+            {
+                "group": pair.group,
+                "name": pair.name,
+                "predicted_ms": pair.predicted_ms,
+                "measured_ms": pair.measured_ms,
+                "error": pair.error,
+                "spread": pair.spread,
+            }
+            for pair in pairs
+        ],
+        "summary": summarise(pairs),
+        "left_out": left_out,
+    }
+
+
+def summarise(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+    """By group: how many, the distribution of the errors' sizes, and whether the bars hold."""
+    rows = []
+    for group, (median_bar, p95_bar) in BARS.items():
+        errors = sorted(abs(pair.error) for pair in pairs if pair.group == group)
+        if not errors:
+            continue
+        median, p95, worst = statistics.median(errors), errors[math.ceil(0.95 * len(errors)) - 1], errors[-1]
+        holds = (worst if group == "skewed routing" else median) <= median_bar and (p95_bar is None or p95 <= p95_bar)
+        rows.append(
+            {
+                "group": group,
+                "count": len(errors),
+                "median": median,
+                "p95": p95,
+                "worst": worst,
+                "bias": statistics.fmean(pair.error for pair in pairs if pair.group == group),
+                "bar": median_bar,
+                "p95_bar": p95_bar,
+                "holds": holds,
+            }
+        )
+    return rows
+
+
+def _kept(path: Any) -> LayerRates | None:
+    try:
+        return LayerRates.load(path)
+    except (OSError, ValueError):
+        return None
+
+
+def _gemms(machine: Machine, plan: CheckPlan, progress: Callable[[str], None]) -> list[Pair]:
+    """One call of a kernel on one thread, with weights from memory: what the evaluator says of that configuration."""
+    import torch
+
+    from moesaic import _core
+
+    evaluator = GemmEvaluator(machine, 1, cache=False)
+    tier = next(number for number, (name, runs) in enumerate(_core.kernel_tiers()) if runs and name == machine.isa)
+    pairs = []
+    for form, rows, k, n in _GEMMS:
+        progress(f"{form} {rows} x {k} x {n}")
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(rows, k, generator=generator).bfloat16()
+        stored = (n, k) if form == "direct" else (k, n)
+        weights = torch.randn(*stored, generator=generator).bfloat16()
+        copies = max(2, math.ceil(machine.l3_bytes / (k * n)))  # twice what the last-level cache holds
+        probe = _core.GemmProbe(tier, form, x, weights, copies)
+        probe.measure(copies)
+        times = [us * 1e-3 for us in probe.measure(max(plan.repetitions, 64))]
+        shape = GemmShape(m=rows, k=k, n=n, output="fp32", form=form, packed=True)
+        lanes = round_up(rows, 16)
+        estimate = evaluator.estimate(shape, Configuration(form, lanes, n, lanes, n, k, "columns"))
+        predicted = estimate.milliseconds - estimate.parts["dispatch"]
+        measured = plan.statistic(times)
+        pairs.append(
+            Pair("gemm", f"{form} {rows} x {k} x {n}", predicted, measured, statistics.median(times) / min(times))
+        )
+    return pairs
+
+
+def _layers(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) -> list[Pair]:
+    pairs = []
+    for case in layer_cases(full=plan.full):
+        progress(str(case))
+        measured = measure_layer(case, plan.repetitions, plan.statistic)
+        of_case = alone(model, case.shape)
+        forward = of_case.forward(case.shape, measured.rows).milliseconds
+        backward = of_case.backward(case.shape, measured.rows).milliseconds
+        found = (
+            ("forward", forward, measured.forward_ms),
+            ("backward", backward, measured.backward_ms),
+        )
+        for way, predicted, time in found:
+            group = f"layer {way}" if case.routing == "uniform" else "skewed routing"
+            pairs.append(Pair(group, f"{case}, {way}", predicted, time, measured.spread))
+    return pairs
+
+
+def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) -> list[Pair]:
+    """The experts inside of training steps of the model of `make demo`, through transformers and PEFT."""
+    import peft  # noqa: F401
+    import torch
+    import transformers  # noqa: F401
+
+    import moesaic
+    from moesaic.commands import step_bench
+
+    progress("a training step of the demo's model")
+    rank = 16
+    network = step_bench._model(step_bench.MODELS["demo"], rank)
+    pairs = []
+    for tokens in (512, 192):
+        ids = torch.randint(4096, (1, tokens), generator=torch.Generator().manual_seed(0))
+
+        def step(ids: torch.Tensor = ids) -> None:
+            network(input_ids=ids, labels=ids).loss.backward()
+
+        step()
+        calls: list[Any] = []
+        with step_bench._replaced_experts(step_bench._recorder(calls)):
+            step()
+        forward = backward = 0.0
+        for call in calls:
+            layer = call.layer
+            shape = ExpertsShape(layer.num_experts, layer.hidden_size, layer.intermediate_size, call.ids.shape[1], rank)
+            rows = torch.bincount(call.ids.flatten(), minlength=shape.experts).tolist()
+            of_step = LayerModel(model.products.with_resident(shape.weight_bytes * len(calls)), model.rates)
+            forward += of_step.forward(shape, rows).milliseconds
+            backward += of_step.backward(shape, rows).milliseconds
+        times = []
+        for _ in range(plan.repetitions):
+            with moesaic.profile() as profile:
+                step()
+            times.append(step_bench._engine_ms(profile))
+        # What a call takes outside of the engine is no part of what is measured here.
+        predicted = forward + backward - 2 * len(calls) * model.rates.unit_ms("call")
+        name = f"demo model, {tokens} tokens, {len(calls)} layers"
+        pairs.append(Pair("step", name, predicted, plan.statistic(times), statistics.median(times) / min(times)))
+    return pairs

@@ -1,0 +1,207 @@
+"""What the engine does in one call of an experts layer: jobs, stages, tasks, and how long they keep the threads.
+
+The rules are those of `moe/jobs.cc`, `moe/pass.cc` and `cpu_kernels/tile_evaluator.cc`: rows of one expert are cut into
+jobs, a job is a chain of stages, a stage is cut into parts where there are few jobs, a job is carried on by the worker
+that has its activations in cache, and jobs begin in order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Cut", "Job", "JobCut", "Schedule", "Stage", "chunk_rows", "cut_jobs", "run_jobs"]
+
+_MIB = 1 << 20
+_TILE_COLUMNS = 32
+_INTERMEDIATE_UNIT = 128
+_MOST_CHUNK_ROWS = 384
+TOKENS_PER_MERGE = 32
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The quotient, rounded up."""
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    """The next multiple of b."""
+    return ceil_div(a, b) * b
+
+
+def chunk_rows(hidden: int, intermediate: int) -> int:
+    """Most rows of one job: ChunkRows() of the engine."""
+    row_bytes = 6 * hidden + 10 * intermediate
+    most = 13 * _MIB // 2 // row_bytes // 32 * 32
+    least = 22 * _MIB // row_bytes // 32 * 32
+    return min(max(most, min(max(least, 32), 128)), _MOST_CHUNK_ROWS)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Rows of one expert that are computed together; `first`: no other job of this expert comes before."""
+
+    expert: int
+    rows: int
+    first: bool
+
+
+def cut_jobs(rows: Sequence[int], hidden: int, intermediate: int) -> list[Job]:
+    """The jobs of a call, in the order in which they begin. @param rows of each expert."""
+    most = chunk_rows(hidden, intermediate)
+    jobs = []
+    for expert, count in enumerate(rows):
+        if count == 0:
+            continue
+        size = round_up(ceil_div(count, ceil_div(count, most)), 32)
+        jobs += [Job(expert, min(size, count - first), first == 0) for first in range(0, count, size)]
+    return jobs
+
+
+class Cut(Enum):
+    """What the parts of a stage are ranges of."""
+
+    WHOLE = "whole"
+    INTERMEDIATE = "intermediate"
+    HIDDEN = "hidden"
+
+
+@dataclass(frozen=True)
+class JobCut:
+    """Into how many parts each stage of a job is cut: those that begin last are cut finer."""
+
+    intermediate: int
+    hidden: int
+    tail_jobs: int
+    tail_intermediate: int
+    tail_hidden: int
+
+    @staticmethod
+    def choose(jobs: int, hidden: int, intermediate: int, threads: int, slots: int) -> JobCut:
+        """ChooseBlocking() of the engine. @param slots  jobs whose activations fit the scratch memory at a time."""
+        in_flight = min(slots, jobs) if slots < threads else jobs
+        tasks = max(1, ceil_div(3 * threads, max(1, in_flight)))
+        units, columns = ceil_div(intermediate, _INTERMEDIATE_UNIT), ceil_div(hidden, _TILE_COLUMNS)
+        wanted = 1 if threads == 1 else tasks
+        units_per_task = ceil_div(units, min(units, wanted))
+        columns_per_task = min(columns, round_up(ceil_div(columns, wanted), 8))
+        tail_jobs, tail_parts = (min(jobs, threads), 4) if tasks == 1 and threads > 1 else (0, 1)
+        tail_units = ceil_div(units_per_task, tail_parts)
+        tail_columns = columns_per_task
+        if tail_parts > 1:
+            tail_columns = min(columns_per_task, round_up(ceil_div(columns_per_task, tail_parts), 8))
+        return JobCut(
+            ceil_div(units, units_per_task),
+            ceil_div(columns, columns_per_task),
+            tail_jobs,
+            ceil_div(units, tail_units),
+            ceil_div(columns, tail_columns),
+        )
+
+    def parts(self, cut: Cut, *, tail: bool) -> int:
+        """Parts of a stage."""
+        if cut is Cut.WHOLE:
+            return 1
+        if cut is Cut.INTERMEDIATE:
+            return self.tail_intermediate if tail else self.intermediate
+        return self.tail_hidden if tail else self.hidden
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a job: the time that it keeps one thread busy, all parts together, in milliseconds."""
+
+    cut: Cut
+    thread_ms: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the jobs of a call are done, and how many tasks they were."""
+
+    makespan_ms: float
+    busy_ms: float
+    tasks: int
+
+
+def run_jobs(jobs: Sequence[Sequence[Stage]], cut: JobCut, threads: int, slots: int, task_ms: float) -> Schedule:
+    """Runs the stages of all jobs on a pool of threads.
+
+    A worker that ends a task goes on with its own job where that has a task that is ready; else it helps the oldest job
+    that has one, else it begins the next job, of which at most `slots` are under way.
+
+    Args:
+        jobs: the stages of each job, in the order in which jobs begin.
+        cut: parts of the stages.
+        threads: workers.
+        slots: jobs under way at most.
+        task_ms: what a task costs besides its work.
+    """
+    first_tail = len(jobs) - cut.tail_jobs
+    chains: list[list[tuple[int, float]]] = []
+    for index, stages in enumerate(jobs):
+        chain: list[tuple[int, float]] = []
+        for stage in stages:
+            parts = cut.parts(stage.cut, tail=index >= first_tail)
+            if chain and parts == 1 and chain[-1][0] == 1:
+                chain[-1] = (1, chain[-1][1] + stage.thread_ms + task_ms)  # the same worker goes on
+            else:
+                chain.append((parts, stage.thread_ms / parts + task_ms))
+        chains.append(chain)
+    busy = sum(parts * each for chain in chains for parts, each in chain)
+    tasks = sum(parts for chain in chains for parts, _ in chain)
+    return Schedule(_makespan(chains, threads, slots), busy, tasks)
+
+
+def _makespan(chains: Sequence[Sequence[tuple[int, float]]], threads: int, slots: int) -> float:
+    running: list[tuple[float, int, int]] = []  # (end, worker, job)
+    idle = list(range(threads))
+    left: dict[int, int] = {}  # parts of the job's present stage that have not ended
+    stage_of: dict[int, int] = {}
+    waiting: dict[int, int] = {}  # parts that have not begun
+    next_job, under_way, now = 0, 0, 0.0
+
+    def task_for(own: int) -> int:
+        nonlocal next_job, under_way
+        if waiting.get(own, 0) > 0:
+            return own
+        if waiting:
+            return min(waiting)
+        if next_job < len(chains) and under_way < slots:
+            job = next_job
+            next_job, under_way = next_job + 1, under_way + 1
+            stage_of[job] = 0
+            left[job] = waiting[job] = chains[job][0][0]
+            return job
+        return -1
+
+    last_job = [-1] * threads
+    while True:
+        while idle:
+            worker = idle[-1]
+            job = task_for(last_job[worker])
+            if job < 0:
+                break
+            idle.pop()
+            waiting[job] -= 1
+            if waiting[job] == 0:
+                del waiting[job]
+            last_job[worker] = job
+            heapq.heappush(running, (now + chains[job][stage_of[job]][1], worker, job))
+        if not running:
+            return now
+        now = running[0][0]
+        while running and running[0][0] == now:
+            _, worker, job = heapq.heappop(running)
+            idle.append(worker)
+            left[job] -= 1
+            if left[job] > 0:
+                continue
+            stage_of[job] += 1
+            if stage_of[job] == len(chains[job]):
+                under_way -= 1
+                del left[job], stage_of[job]
+            else:
+                left[job] = waiting[job] = chains[job][stage_of[job]][0]

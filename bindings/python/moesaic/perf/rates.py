@@ -1,0 +1,132 @@
+"""What the units of work of an experts layer cost on one machine: derived from its description, or calibrated on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from moesaic.perf.cache import cache_folder
+from moesaic.perf.fields import at_least
+from moesaic.perf.machine import Machine
+
+__all__ = ["LayerRates", "rates_path"]
+
+SCHEMA = 1
+
+
+def rates_path(machine: Machine, threads: int) -> Path:
+    """Where the calibrated rates of a machine are kept."""
+    return cache_folder() / f"layer-{machine.identity}-{threads}.json"
+
+
+@dataclass(frozen=True)
+class LayerRates:
+    """Thread time of each unit of work.
+
+    Attributes:
+        direct, unpack: products with base weights, as multiples of what the tile evaluator says.
+        low: products with adapters and of their gradients, as multiples of the time at the compute ceiling.
+        pack: ns for an element of a row that is gathered, rounded and laid out as tiles.
+        swiglu_forward, swiglu_backward: ns for an element of Z.
+        transpose: ns for an element of dG, dU or Z that is also laid out for the gradients of adapters.
+        merge: ns for an element of a row of Y or dX that is added to its token's.
+        merge_token: ns for an element of a token's sum that is written.
+        rank: ns for an element of a rank-wide intermediate, which is scaled, split in two and packed.
+        lora_pack: ns for an element of an adapter that is packed.
+        lora_write: ns for an element of a gradient that is written.
+        partial: ns for an element of a sum of a further chunk that is added to its expert's.
+        task: us for a task besides its work.
+        call: us for a call besides its phases: Python, validation, the graph, waking the workers and waiting for them.
+    """
+
+    direct: float
+    unpack: float
+    low: float
+    pack: float
+    swiglu_forward: float
+    swiglu_backward: float
+    transpose: float
+    merge: float
+    merge_token: float
+    rank: float
+    lora_pack: float
+    lora_write: float
+    partial: float
+    task: float
+    call: float
+
+    @staticmethod
+    def derived(machine: Machine, threads: int) -> LayerRates:
+        """From a machine's figures, for want of a calibration.
+
+        Packing is a figure of the machine. What else computes on vectors in cache takes a multiple of it that depends
+        on the code, not on the machine: so many more instructions an element. (The multiples are those of a calibrated
+        host with AVX-512.) What goes past the caches takes its bytes at the memory's rate.
+        """
+        figures = machine.figures(threads)
+        pack = 2.0 / figures["pack_gbps"]
+        memory = threads / figures["gbps"][3]  # ns of a thread for a byte, while all of them read
+        return LayerRates(
+            direct=1.0,
+            unpack=1.0,
+            low=2.5,
+            pack=max(1.5 * pack, 2 * memory),
+            swiglu_forward=4.0 * pack,
+            swiglu_backward=8.0 * pack,
+            transpose=pack,
+            merge=max(pack, 2 * memory),
+            merge_token=max(2.0 * pack, 4 * memory),
+            rank=20.0 * pack,
+            lora_pack=max(2.0 * pack, 4 * memory),
+            lora_write=max(2.0 * pack, 4 * memory),
+            partial=2.0 * pack,
+            task=figures["task_us"],
+            call=figures["job_us"] + 20.0,
+        )
+
+    @staticmethod
+    def of(machine: Machine, threads: int) -> LayerRates:
+        """The calibrated rates that are kept for the machine, where there are any; else the derived ones."""
+        try:
+            return LayerRates.load(rates_path(machine, threads))
+        except (OSError, ValueError):
+            return LayerRates.derived(machine, threads)
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            at_least(f"rates.{field.name}", getattr(self, field.name), 0.0)
+
+    def unit_ms(self, unit: str) -> float:
+        """Milliseconds of one unit; of products, of a millisecond."""
+        rate: float = getattr(self, unit)
+        return rate if unit in ("direct", "unpack", "low") else rate * 1e-3 if unit in ("task", "call") else rate * 1e-6
+
+    def thread_ms(self, work: Mapping[str, float]) -> float:
+        """Thread time of amounts by unit."""
+        return sum(amount * self.unit_ms(unit) for unit, amount in work.items())
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """The units."""
+        return tuple(field.name for field in fields(LayerRates))
+
+    def save(self, path: Path) -> None:
+        """Writes the rates as JSON. OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"schema": SCHEMA, "rates": asdict(self)}, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> LayerRates:
+        """Reads what save() wrote. ValueError where a field is missing, unknown or no number; OSError."""
+        try:
+            document: dict[str, Any] = json.loads(path.read_text())
+            values = document["rates"]
+            missing = [name for name in LayerRates.names() if name not in values]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not a file of layer rates ({error})") from None
+        if missing:
+            raise ValueError(f"{path}: rates.{missing[0]} is missing")
+        return LayerRates(**{name: values[name] for name in LayerRates.names()})

@@ -1,0 +1,241 @@
+"""The model of an experts layer: its jobs are the engine's, its times behave, its rates are found again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moesaic
+from moesaic import _core
+from moesaic.perf import GemmEvaluator, GemmShape, Machine
+from moesaic.perf.calibration import LayerCase, MeasuredLayer, alone, fit
+from moesaic.perf.layer_model import ExpertsShape, LayerModel
+from moesaic.perf.layer_plan import Cut, JobCut, Stage, cut_jobs, run_jobs
+from moesaic.perf.products import Products
+from moesaic.perf.rates import LayerRates
+from moesaic.perf.routing import RoutingLaw, inclusion_probabilities
+
+MACHINE = Machine.named("emr-16c")
+
+
+def model(threads: int = 16, *, precise: bool = True) -> LayerModel:
+    evaluator = GemmEvaluator(MACHINE, threads, cache=False)
+    return LayerModel(Products(evaluator, precise=precise), LayerRates.derived(MACHINE, threads))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 200, 1500])
+@pytest.mark.parametrize("routing", ["uniform", "hot"])
+def test_jobs_are_the_engines(tokens: int, routing: str) -> None:
+    experts, hidden, intermediate, top_k = 6, 96, 160, 2
+    layer = moesaic.ExpertsLayer(
+        torch.randn(experts, 2 * intermediate, hidden), torch.randn(experts, hidden, intermediate)
+    )
+    ids = torch.rand(tokens, experts).topk(top_k).indices
+    if routing == "hot":
+        ids[:, 0], ids[:, 1] = 4, ids[:, 1] % 4
+    _core.reset_timers()
+    _core.set_timers_enabled(True)
+    try:
+        layer.forward(torch.randn(tokens, hidden), ids, torch.rand(tokens, top_k))
+        calls, _ = _core.calls()
+    finally:
+        _core.set_timers_enabled(False)
+    rows = torch.bincount(ids.flatten(), minlength=experts).tolist()
+    assert len(cut_jobs(rows, hidden, intermediate)) == calls[-1]["jobs"]
+    assert sum(job.rows for job in cut_jobs(rows, hidden, intermediate)) == tokens * top_k
+
+
+rows_of_experts = st.lists(st.integers(0, 900), min_size=1, max_size=40).filter(any)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows_of_experts, st.integers(1, 33), st.integers(1, 6))
+def test_a_schedule_is_no_better_than_its_limits(rows: list[int], threads: int, slots: int) -> None:
+    jobs = cut_jobs(rows, 256, 512)
+    chains = [
+        [Stage(Cut.WHOLE, 0.001), Stage(Cut.INTERMEDIATE, 0.01 * job.rows), Stage(Cut.HIDDEN, 0.005 * job.rows)]
+        for job in jobs
+    ]
+    cut = JobCut.choose(len(jobs), 256, 512, threads, slots)
+    schedule = run_jobs(chains, cut, threads, slots, 0.0)
+    busy = sum(stage.thread_ms for chain in chains for stage in chain)
+    assert schedule.busy_ms == pytest.approx(busy)
+    assert schedule.makespan_ms >= busy / threads * (1 - 1e-9)
+    longest = max(
+        sum(stage.thread_ms / max(cut.parts(stage.cut, tail=t) for t in (False, True)) for stage in chain)
+        for chain in chains
+    )
+    assert schedule.makespan_ms >= longest * (1 - 1e-9)
+    # Graham: list scheduling is at most what all work and the longest chain take one after the other.
+    if slots >= len(jobs):
+        chain_ms = max(sum(s.thread_ms / cut.parts(s.cut, tail=False) for s in chain) for chain in chains)
+        assert schedule.makespan_ms <= (busy / threads + chain_ms) * (1 + 1e-9)
+    one = run_jobs(chains, cut, 1, slots, 0.0)
+    assert one.makespan_ms == pytest.approx(busy)
+
+
+def test_two_jobs_on_two_threads_by_hand() -> None:
+    # Cut in four and two parts: 4 + 2 tasks a job of 1 and 3 ms, two threads, no idle time.
+    cut = JobCut(intermediate=4, hidden=2, tail_jobs=0, tail_intermediate=4, tail_hidden=2)
+    chain = [Stage(Cut.INTERMEDIATE, 4.0), Stage(Cut.HIDDEN, 6.0)]
+    assert run_jobs([chain, chain], cut, 2, 2, 0.0).makespan_ms == 10.0
+    # One job: both stages split over both.
+    assert run_jobs([chain], cut, 2, 1, 0.0).makespan_ms == 5.0
+    # A task costs half a millisecond more: 6 tasks, three on each thread.
+    assert run_jobs([chain], cut, 2, 1, 0.5).makespan_ms == 6.5
+
+
+def test_hot_experts_take_longer_than_even_ones() -> None:
+    shape, tokens = ExpertsShape(64, 2048, 768, 4, 16), 256
+    even = RoutingLaw.parse("uniform").rows(64, 4, tokens)
+    predict = model()
+    # Few rows an expert: reading the weights decides, so fewer experts take less time...
+    few = RoutingLaw.parse("concentrated:8").rows(64, 4, tokens)
+    assert predict.forward(shape, few).milliseconds < predict.forward(shape, even).milliseconds
+    # ...and many: arithmetic does, and it is the same.
+    many, hot = RoutingLaw.parse("uniform").rows(64, 4, 16384), RoutingLaw.parse("concentrated:8").rows(64, 4, 16384)
+    assert predict.forward(shape, hot).milliseconds == pytest.approx(predict.forward(shape, many).milliseconds, rel=0.2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 64), st.booleans())
+def test_time_grows_with_rows_and_rank_and_never_beats_the_limit(tokens: int, rank: int, backward: bool) -> None:
+    predict = model()
+    call = predict.backward if backward else predict.forward
+    shape = ExpertsShape(16, 512, 384, 2, rank)
+    rows = (tokens // 8,) * 16
+    if not any(rows):
+        return
+    now = call(shape, rows)
+    more = call(shape, tuple(r + 16 for r in rows))
+    assert more.milliseconds > now.milliseconds * 0.999
+    assert call(replace(shape, rank=rank + 32), rows).milliseconds > now.milliseconds
+    figures = MACHINE.figures(16)
+    assert now.milliseconds >= now.flops / figures["compute_gflops"] * 1e-6
+    assert now.idle_ms >= -1e-9 and sum(now.phases.values()) <= 16 * now.milliseconds
+
+
+def test_more_threads_are_no_slower() -> None:
+    shape = ExpertsShape(32, 1024, 768, 4, 16)
+    rows = RoutingLaw.parse("zipf:1").rows(32, 4, 2000)
+    times = [model(threads).forward(shape, rows).milliseconds for threads in (1, 2, 4, 8, 16)]
+    assert times == sorted(times, reverse=True) and times[0] / times[-1] > 6
+
+
+@given(st.integers(1, 256), st.integers(1, 8), st.floats(0, 3), st.integers(1, 5000))
+@settings(max_examples=60, deadline=None)
+def test_routing_deals_all_slots(experts: int, top_k: int, exponent: float, tokens: int) -> None:
+    top_k = min(top_k, experts)
+    law = RoutingLaw("zipf", exponent=exponent)
+    rows = law.rows(experts, top_k, tokens)
+    assert len(rows) == experts and sum(rows) == tokens * top_k and 0 <= min(rows) <= max(rows) <= tokens
+    assert rows == law.rows(experts, top_k, tokens)
+    probability = inclusion_probabilities(law.popularity(experts, top_k), top_k)
+    assert probability.sum() == pytest.approx(top_k) and (np.diff(probability) <= 1e-12).all()
+
+
+def test_routing_is_that_of_the_benchmarks() -> None:
+    from moesaic.commands.layer_case import LayerShape, parse_routing, route
+
+    ids, _ = route(parse_routing("zipf"), LayerShape(64, 1, 1, 4, 0), 20000, torch.Generator().manual_seed(1))
+    drawn = sorted(torch.bincount(ids.flatten(), minlength=64).tolist(), reverse=True)
+    said = sorted(RoutingLaw.parse("zipf").rows(64, 4, 20000), reverse=True)
+    # 4 sigma of a binomial, and 2% for the approximation.
+    for a, b in zip(drawn, said, strict=True):
+        assert abs(a - b) <= 4 * math.sqrt(2 * a) + 0.02 * 20000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("even", "expected uniform"), ("zipf:x", "expected"), ("zipf:-1", "expected"), ("concentrated:0", "expected")],
+)
+def test_bad_routing_is_named(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RoutingLaw.parse(text)
+
+
+def test_rates_are_found_again() -> None:
+    """Times made from known rates, by the model itself: the fit must come back to them."""
+    truth = replace(
+        LayerRates.derived(MACHINE, 16), direct=1.3, unpack=1.1, swiglu_backward=2.5, lora_write=0.9, call=80.0
+    )
+    start = model()
+    world = LayerModel(start.products, truth)
+    measured = []
+    for shape, tokens, routing in [
+        (ExpertsShape(16, 768, 512, 2, 0), 16, "uniform"),
+        (ExpertsShape(16, 768, 512, 2, 16), 64, "uniform"),
+        (ExpertsShape(8, 512, 640, 2, 64), 900, "concentrated:2"),
+        (ExpertsShape(8, 1024, 384, 4, 16), 512, "zipf"),
+    ]:
+        rows = RoutingLaw.parse(routing).rows(shape.experts, shape.top_k, tokens)
+        of_case = alone(world, shape)
+        phases = {}
+        for backward in (False, True):
+            for group, work in of_case.work(shape, rows, backward=backward).items():
+                phases[group] = truth.thread_ms(work)
+        forward, backward_ms = of_case.forward(shape, rows).milliseconds, of_case.backward(shape, rows).milliseconds
+        measured.append(MeasuredLayer(LayerCase(shape, tokens, routing), rows, forward, backward_ms, 1.0, phases))
+    found = fit(start, measured)
+    for name in ("direct", "unpack", "swiglu_forward", "swiglu_backward", "pack", "call"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.03), name
+    again = alone(LayerModel(start.products, found), ExpertsShape(12, 640, 384, 2, 8))
+    expected = alone(world, ExpertsShape(12, 640, 384, 2, 8))
+    rows = RoutingLaw.parse("zipf").rows(12, 2, 333)
+    shape = ExpertsShape(12, 640, 384, 2, 8)
+    assert again.forward(shape, rows).milliseconds == pytest.approx(
+        expected.forward(shape, rows).milliseconds, rel=0.02
+    )
+    assert again.backward(shape, rows).milliseconds == pytest.approx(
+        expected.backward(shape, rows).milliseconds, rel=0.02
+    )
+
+
+def test_rates_are_kept(tmp_path: Path) -> None:
+    rates = LayerRates.derived(MACHINE, 16)
+    path = tmp_path / "folder" / "rates.json"
+    rates.save(path)
+    assert LayerRates.load(path) == rates
+    path.write_text(path.read_text().replace('"rank"', '"rang"'))
+    with pytest.raises(ValueError, match=r"rates\.rank is missing"):
+        LayerRates.load(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not a file of layer rates"):
+        LayerRates.load(path)
+
+
+def test_products_are_the_evaluators() -> None:
+    evaluator = GemmEvaluator(MACHINE, 4, cache=False)
+    answer = evaluator.evaluate(GemmShape(groups=16, m=64, k=512, n=1024, output="fp32", form="direct", packed=True))
+    expected = (answer.milliseconds - answer.parts["scheduling"] - answer.parts["dispatch"]) * 4 / 16
+    products = Products(evaluator)
+    assert products.thread_ms("direct", 64, 512, 1024) == pytest.approx(expected)
+    # Between the rows that are evaluated the time lies between theirs.
+    low, high = products.thread_ms("direct", 192, 512, 1024), products.thread_ms("direct", 256, 512, 1024)
+    assert low < products.thread_ms("direct", 209, 512, 1024) < high
+    closed = Products(evaluator, precise=False)
+    figures = MACHINE.figures(4)
+    assert closed.thread_ms("direct", 384, 512, 1024) == pytest.approx(
+        max(2 * 384 * 512 * 1024 / figures["compute_gflops"], 2 * 512 * 1024 / figures["gbps"][3]) * 4e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ExpertsShape(0, 1, 1, 1), "experts is 0"),
+        (lambda: ExpertsShape(4, 8, 8, 5), "top_k is 5; expected at most 4"),
+        (lambda: model().forward(ExpertsShape(4, 8, 8, 1), (1, 2)), "rows has 2 entries; expected 4"),
+        (lambda: replace(LayerRates.derived(MACHINE, 1), pack=-1.0), "rates.pack is -1"),
+    ],
+)
+def test_bad_input_is_named(make, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,205 @@
+"""`moesaic predict`: its output, its page in a browser, its errors, and a small --check."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moesaic.perf as perf
+from moesaic.cli import main
+from moesaic.perf import calibration, check
+from moesaic.perf.calibration import LayerCase
+from moesaic.perf.layer_model import ExpertsShape
+
+QWEN = {
+    "model_type": "qwen3_moe", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 3072, "vocab_size": 32000, "num_experts": 32,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 512,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN))
+    return path
+
+
+def predict(config: Path, *more: str) -> int:
+    return main(["predict", "--model", str(config), "--machine", "emr-16c", *more])
+
+
+def test_table_and_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--phase", "train", "--tokens", "200", "--devices", "2", "--routing", "zipf:1", "--recompute"]
+    assert predict(config, *options) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("forward", "recompute", "backward", "optimizer", "experts", "why", "memory"))
+    assert predict(config, *options, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert f"{document['milliseconds']:,.2f} ms" in shown
+    result = perf.run_simulation(
+        perf.Topology(devices=2),
+        QWEN,
+        perf.Inference("train", 200, lora_rank=16, recompute=True),
+        perf.Parallelism(routing="zipf:1"),
+        "emr-16c",
+    )
+    assert document["milliseconds"] == pytest.approx(result.milliseconds)
+    assert document["inputs"]["topology"]["devices"] == 2
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this host")
+def test_the_page_in_a_browser(config: Path, tmp_path: Path) -> None:
+    options = ["--tokens", "64", "--decode-tokens", "3", "--devices", "2", "--granularity", "coarse"]
+    assert predict(config, *options, "--html", str(tmp_path / "plan.html")) == 0
+    page = (tmp_path / "plan.html").read_text()
+    assert not re.search(r"(src|href)\s*=", page) and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+    def shown(tokens: int, devices: int, bandwidth: int) -> dict[str, str]:
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+        address = f"file://{tmp_path / 'plan.html'}#tokens={tokens}&devices={devices}&bandwidth={bandwidth}"
+        command += [f"--user-data-dir={tmp_path / 'browser'}", address]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        body = re.search(r"<body ([^>]*)>", result.stdout)
+        assert body is not None, result.stderr[-500:]
+        found = dict(re.findall(r'data-(\w+)="([^"]*)"', body.group(1)))
+        assert found["state"] == "ready" and found["errors"] == "0", found
+        assert "CONSOLE" not in result.stderr, result.stderr
+        assert result.stdout.count("data-bar=") >= 2 * 4 and "data-step=" in result.stdout
+        found["blocks"] = re.findall(r'data-block="(\w+)" data-strategy="(\w+)" data-pieces="(\d+)"', result.stdout)  # type: ignore[assignment]
+        return found
+
+    # The sliders at the run that was asked for, and elsewhere: what Python says of those runs.
+    for tokens, devices, bandwidth, factor in ((2, 1, 0, 1.0), (4, 2, -15, 0.125)):
+        found = shown(tokens, devices, bandwidth)
+        count, each = (16, 32, 64, 128, 256)[tokens], (1, 2, 4, 8, 16)[devices]
+        assert (int(found["tokens"]), int(found["devices"]), float(found["bandwidth"])) == (count, each, factor)
+        expected = perf.run_simulation(
+            perf.Topology(devices=each, intra=perf.Link(48.0, 2.0)).scaled(factor),
+            QWEN,
+            perf.Inference(tokens=count, decode_tokens=3),
+            None,
+            "emr-16c",
+            perf.SimulationConfig(granularity="coarse"),
+        )
+        assert float(found["ms"]) == pytest.approx(
+            expected.milliseconds, rel=1e-6
+        )  # the cache keeps six digits of parts
+        assert list(found["blocks"]) == [
+            (block.name, block.strategy, str(block.pieces)) for step in expected.steps for block in step.blocks
+        ]
+
+
+def test_one_product(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["predict", "--linear", "4096x768", "--tokens", "32", "--machine", "emr-16c", "--devices", "4"]
+    assert main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["plan"]["milliseconds"] == min(found["milliseconds"] for found in document["candidates"])
+    assert main(command) == 0
+    assert "hybrid 2 x 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "0"], "--tokens"),
+        (["--routing", "even"], "routing is 'even'"),
+        (["--machine", "pdp-11"], "machine is 'pdp-11'"),
+        (["--threads", "99"], "threads is 99"),
+        (["--intra", "fast"], "argument --intra: 'fast'"),
+        (["--intra", "-2"], "link.bandwidth_gbps is -2"),
+        (["--inter", "10,1,2.5"], "argument --inter"),
+        (["--phase", "decode", "--decode-tokens", "0"], "decode_tokens is 0"),
+        (["--linear", "4096"], "argument --model"),
+        (["--check"], "argument --machine: 'emr-16c'"),
+    ],
+)
+def test_bad_arguments_are_named(
+    config: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predict(config, *options) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"hidden_size": -8}, "hidden_size is -8"), ({"num_experts": None}, "num_experts is missing")],
+)
+def test_bad_models_are_named(
+    config: Path, change: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(json.dumps({k: v for k, v in {**QWEN, **change}.items() if v is not None}))
+    assert predict(config) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_files_that_cannot_be_had(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert predict(tmp_path / "nothing.json") == 1
+    assert predict(config, "--html", str(tmp_path / "no" / "folder.html")) == 1
+    perf.Machine.named("emr-16c").save(tmp_path / "m.json")
+    machine = json.loads((tmp_path / "m.json").read_text())
+    del machine["dram_gbps"]
+    (tmp_path / "m.json").write_text(json.dumps(machine))
+    assert main(["predict", "--model", str(config), "--machine", str(tmp_path / "m.json")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 3 and "dram_gbps is missing" in errors[2]
+
+
+def test_check_compares_what_it_runs(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a description that is not this host's, with small layers: the machinery, not the bars."""
+    import dataclasses
+
+    import moesaic
+
+    moesaic.set_num_threads(2)
+    machine = dataclasses.replace(perf.Machine.named("zen5-2c"), isa=moesaic.isa(), l3_bytes=1 << 16)
+    if machine.isa not in machine.kernels:
+        kernels = next(iter(machine.kernels.values()))
+        machine = dataclasses.replace(machine, kernels={machine.isa: kernels})
+    monkeypatch.setattr(perf.Machine, "here", classmethod(lambda cls: machine))
+    small = (LayerCase(ExpertsShape(4, 64, 96, 2, 8), 24), LayerCase(ExpertsShape(4, 96, 64, 2, 0), 40, "zipf"))
+    monkeypatch.setattr(calibration, "calibration_cases", lambda l3_bytes: small)
+    monkeypatch.setattr(check, "_GEMMS", (("direct", 3, 256, 128), ("unpack", 20, 128, 96)))
+    monkeypatch.setattr(check, "layer_cases", lambda *, full: small)
+    code = main(["predict", "--check", "--json", "--reps", "2", "--only", "gemm", "--only", "layer"])
+    document = json.loads(capsys.readouterr().out)
+    groups = [row["group"] for row in document["summary"]]
+    assert groups == ["gemm", "layer forward", "layer backward", "skewed routing"]
+    assert code == (0 if all(row["holds"] for row in document["summary"]) else 1)
+    for pair in document["pairs"]:
+        assert pair["measured_ms"] > 0 and pair["predicted_ms"] > 0 and pair["spread"] >= 1
+        assert pair["error"] == pytest.approx(pair["predicted_ms"] / pair["measured_ms"] - 1)
+    # The rates are kept, and used by the next prediction for this machine.
+    assert document["rates"] is not None
+    kept = perf.LayerRates.of(machine, 2)
+    assert {name: getattr(kept, name) for name in perf.LayerRates.names()} == document["rates"]
+
+
+def test_the_distribution_of_errors() -> None:
+    pairs = [check.Pair("gemm", "", 1.0 + e, 1.0, 1.0) for e in (*[0.01] * 10, *[-0.05] * 8, 0.15, -0.3)]
+    (row,) = check.summarise(pairs)
+    assert (row["count"], row["holds"]) == (20, True)
+    assert [row[name] for name in ("median", "p95", "worst")] == pytest.approx([0.03, 0.15, 0.3])
+    (row,) = check.summarise([*pairs, *pairs[-1:] * 2])
+    assert row["p95"] == pytest.approx(0.3) and not row["holds"]
+    # Every skewed case counts.
+    (row,) = check.summarise([check.Pair("skewed routing", "", e, 1.0, 1.0) for e in (1.01, 0.99, 1.2)])
+    assert not row["holds"] and row["median"] == pytest.approx(0.01)
+
+
+def test_no_case_is_both_fitted_and_held_out() -> None:
+    fitted = {case.shape for l3 in (1 << 20, 32 << 20, 300 << 20) for case in calibration.calibration_cases(l3)}
+    held = {case.shape for case in check.layer_cases(full=True)}
+    sizes = {(shape.hidden, shape.intermediate) for shape in fitted}
+    assert not sizes & {(shape.hidden, shape.intermediate) for shape in held}
