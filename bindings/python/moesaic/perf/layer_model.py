@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moesaic.perf.fields import whole
 from moesaic.perf.layer_plan import (
@@ -105,6 +105,7 @@ class LayerModel:
         self.products = products
         self.rates = rates
         self.threads = products.threads
+        self._numa_nodes = products.evaluator.machine.numa_nodes
 
     def forward(self, shape: ExpertsShape, rows: Sequence[int]) -> LayerPrediction:
         """One forward with saved state.
@@ -121,36 +122,46 @@ class LayerModel:
 
     def work(self, shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> dict[str, Work]:
         """What a call amounts to, by group of phases: a group's thread time is the sum of amounts times rates."""
-        jobs = cut_jobs(rows, shape.hidden, shape.intermediate)
+        shards = self._shards(shape)
+        shard = _shard_of(shape, shards)
+        jobs = cut_jobs(rows, shard.hidden, shard.intermediate)
         groups: dict[str, Work] = {}
         for (count, first), times in Counter((job.rows, job.first) for job in jobs).items():
-            for _, phase, work in self._stages(shape, Job(0, count, first), backward=backward):
-                _add(groups.setdefault(phase, {}), {unit: times * amount for unit, amount in work.items()})
-        for phase, work in _outside_jobs(shape, rows, backward=backward):
+            for _, phase, work in self._stages(shard, Job(0, count, first), backward=backward):
+                of_all = {unit: shards * times * amount for unit, amount in work.items()}
+                _add(groups.setdefault(phase, {}), of_all)
+        for phase, work in _outside_jobs(shape, rows, shards, backward=backward):
             _add(groups.setdefault(phase, {}), work)
         return groups
+
+    def _shards(self, shape: ExpertsShape) -> int:
+        """NUMA nodes that share each expert: blocks of 32 rows of I are dealt among them."""
+        return max(1, min(self._numa_nodes, self.threads, ceil_div(shape.intermediate, 32)))
 
     def _predict(self, shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> LayerPrediction:
         if len(rows) != shape.experts:
             raise ValueError(f"rows has {len(rows)} entries; expected {shape.experts} (experts)")
-        rates, threads = self.rates, self.threads
-        jobs = cut_jobs(rows, shape.hidden, shape.intermediate)
+        rates, threads, shards = self.rates, self.threads, self._shards(shape)
+        # To each node its shard is an expert with a smaller I, and all nodes are equal: one is as long as all of them.
+        shard = _shard_of(shape, shards)
+        jobs = cut_jobs(rows, shard.hidden, shard.intermediate)
         phases: dict[str, float] = {}
         chains: list[list[Stage]] = []
         known: dict[tuple[int, bool], tuple[list[Stage], list[tuple[str, float]]]] = {}
         for job in jobs:
             key = (job.rows, job.first)
             if key not in known:
-                known[key] = self._chain(shape, job, backward=backward)
+                known[key] = self._chain(shard, job, backward=backward)
             chain, times = known[key]
             chains.append(chain)
             for phase, ms in times:
-                phases[phase] = phases.get(phase, 0.0) + ms
-        slots = job_slots(shape, jobs, threads, backward=backward)
-        cut = JobCut.choose(len(jobs), shape.hidden, shape.intermediate, threads, slots)
-        schedule = run_jobs(chains, cut, threads, slots, rates.unit_ms("task"))
-        wall, busy = schedule.makespan_ms, schedule.busy_ms
-        for phase, work in _outside_jobs(shape, rows, backward=backward):
+                phases[phase] = phases.get(phase, 0.0) + shards * ms
+        slots = job_slots(shard, jobs, threads, shards, backward=backward)
+        cut = JobCut.choose(shards * len(jobs), shard.hidden, shard.intermediate, threads, shards * slots)
+        cut = replace(cut, tail_jobs=cut.tail_jobs // shards)
+        schedule = run_jobs(chains, cut, max(threads // shards, 1), slots, rates.unit_ms("task"))
+        wall, busy = schedule.makespan_ms, shards * schedule.busy_ms
+        for phase, work in _outside_jobs(shape, rows, shards, backward=backward):
             ms = rates.thread_ms(work)
             phases[phase] = phases.get(phase, 0.0) + ms
             tasks = ceil_div(sum(rows) // shape.top_k, TOKENS_PER_MERGE) if phase.startswith("merge") else threads
@@ -158,7 +169,8 @@ class LayerModel:
             busy += ms
         wall += rates.unit_ms("call")
         flops, dram = self.limits(shape, rows, backward=backward)
-        return LayerPrediction(wall, phases, wall * threads - busy, len(jobs), schedule.tasks, flops, dram)
+        idle = wall * threads - busy
+        return LayerPrediction(wall, phases, idle, shards * len(jobs), shards * schedule.tasks, flops, dram)
 
     def _chain(self, shape: ExpertsShape, job: Job, *, backward: bool) -> tuple[list[Stage], list[tuple[str, float]]]:
         chain: list[Stage] = []
@@ -235,7 +247,14 @@ class ShapeLayers(LayerModel):
         return LayerPrediction(0.0, {}, 0.0, 0, 0, 0.0, 0.0)
 
 
-def _outside_jobs(shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> list[tuple[str, Work]]:
+def _shard_of(shape: ExpertsShape, shards: int) -> ExpertsShape:
+    """What the NUMA node with most of an expert has of it."""
+    if shards == 1:
+        return shape
+    return replace(shape, intermediate=32 * ceil_div(ceil_div(shape.intermediate, 32), shards))
+
+
+def _outside_jobs(shape: ExpertsShape, rows: Sequence[int], shards: int, *, backward: bool) -> list[tuple[str, Work]]:
     """Work of the tasks that belong to no job: adapters, and the merge."""
     hit = sum(1 for r in rows if r > 0)
     inputs = shape.rank * (shape.hidden + 2 * shape.intermediate)
@@ -255,17 +274,17 @@ def _outside_jobs(shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -
     if shape.rank == 0:
         work = []
     tokens = sum(rows) / shape.top_k
-    return [*work, (merge, {"merge": sum(rows) * shape.hidden, "merge_token": tokens * shape.hidden})]
+    return [*work, (merge, {"merge": shards * sum(rows) * shape.hidden, "merge_token": tokens * shape.hidden})]
 
 
-def job_slots(shape: ExpertsShape, jobs: Sequence[Job], threads: int, *, backward: bool) -> int:
-    """Jobs whose activations fit the scratch memory at a time: Pass::Allocate() of the engine."""
+def job_slots(shape: ExpertsShape, jobs: Sequence[Job], threads: int, shards: int, *, backward: bool) -> int:
+    """Jobs of each shard whose activations fit the scratch memory at a time: Pass::Allocate() of the engine."""
     rows = round_up(max((job.rows for job in jobs), default=1), 32)
     h, i, r = round_up(shape.hidden, 32), round_up(shape.intermediate, 32), shape.padded_rank
     values = h + i + 4 * r if not backward else h + 2 * i + 13 * r
     job_bytes = 2 * rows * values + (4 * ceil_div(i, 128) * rows if backward else 0)
     budget = (20 + 5 * threads) * _MIB
-    return min(max(budget // job_bytes, 1), max(len(jobs), 1))
+    return min(max(budget // (job_bytes * shards), 1), max(len(jobs), 1))
 
 
 def _add(to: Work, amounts: Mapping[str, float]) -> None:

@@ -28,6 +28,7 @@ from moesaic.perf.shapes import GemmShape
 __all__ = ["Block", "Communication", "Operator", "Transformer", "Workload"]
 
 _BF16, _FP32 = 2, 4
+_LONG_CONTRACTION = 1 << 14
 # Softmax and the products of attention on cached keys reach about half of the ceiling in the library that computes
 # them.
 _ATTENTION_EFFICIENCY = 0.5
@@ -163,26 +164,32 @@ class Transformer:
 
     # Products and other operators.
 
-    def product(self, name: str, m: int, k: int, n: int, *, adapter: bool = False) -> list[Operator]:
-        """y [m, n] = x [m, k] W^T, with an adapter where it has one; its backward takes as many operations."""
+    def product(
+        self, name: str, m: int, k: int, n: int, *, adapter: bool = False, backward: bool = False
+    ) -> list[Operator]:
+        """y [m, n] = x [m, k] W^T, or dx [m, k] = dy [m, n] W, with an adapter where it has one."""
+        if backward:
+            k, n = n, k
         flops, count = 2.0 * m * k * n, _BF16 * (float(m) * (k + n) + float(k) * n)
         if self._precise:
-            answer = self.evaluator.evaluate(GemmShape(groups=1, m=m, k=k, n=n, input="bf16", output="bf16"))
+            # Only with fp32 results may the kernels cut a contraction, which those of the LM head's backward need.
+            output = "bf16" if k <= _LONG_CONTRACTION else "fp32"
+            answer = self.evaluator.evaluate(GemmShape(m=m, k=k, n=n, output=output))
             operators = [Operator(name, "gemm", answer.milliseconds, flops, count, answer.bound)]
         else:
             arithmetic, memory = flops / self._peak_gflops * 1e-6, count / self._memory_gbps * 1e-6
             bound = "arithmetic" if arithmetic > memory else "dram"
             operators = [Operator(name, "gemm", max(arithmetic, memory) + self.dispatch_ms, flops, count, bound)]
         if adapter and self.lora_rank:
-            operators.append(self.adapter(name, m, k, n))
+            operators.append(self.adapter(name, m, k, n, backward=backward))
         return operators
 
-    def adapter(self, name: str, m: int, k: int, n: int) -> Operator:
-        """x A^T B^T beside a product: narrow products, which memory limits."""
-        rank = self.lora_rank
+    def adapter(self, name: str, m: int, k: int, n: int, *, backward: bool) -> Operator:
+        """x A^T B^T beside a product, narrow products that memory limits; backward has its gradients besides."""
+        rank, times = self.lora_rank, 2 if backward else 1
         flops, count = 2.0 * m * rank * (k + n), _BF16 * float(m) * (k + 2 * n + 2 * rank) + _FP32 * rank * float(k + n)
         ms = max(flops / self._peak_gflops, count / self._memory_gbps) * 1e-6 + 2 * self.dispatch_ms
-        return Operator(f"{name} adapter", "adapter", ms, flops, count, "dram")
+        return Operator(f"{name} adapter", "adapter", times * ms, times * flops, times * count, "dram")
 
     def elementwise(self, name: str, values: float, *, passes: float = 2.0) -> Operator:
         """An operator that reads and writes each value so many times, as bf16, at the memory's rate."""
@@ -205,11 +212,11 @@ class Transformer:
         *projections, (out_name, out_k, out_n) = config.attention_products(lambda size: ceil_div(size, share))
         operators = [self.elementwise("norm", tokens * hidden)]
         for name, k, n in projections:
-            operators += self.product(name, tokens, k, n, adapter=True)
+            operators += self.product(name, tokens, k, n, adapter=True, backward=work.backward)
         projected = sum(n for _, _, n in projections)
         operators.append(self.elementwise("rope", tokens * projected))
         operators.append(self._scores(work, heads, key_size, value_size, cached))
-        operators += self.product(out_name, tokens, out_k, out_n, adapter=True)
+        operators += self.product(out_name, tokens, out_k, out_n, adapter=True, backward=work.backward)
         operators.append(self.elementwise("residual", tokens * hidden, passes=3))
         out = float(tokens * hidden)
         values = float(tokens * config.num_attention_heads * value_size)
@@ -235,9 +242,9 @@ class Transformer:
         tokens, hidden = work.tokens, self.config.hidden_size
         share = ceil_div(intermediate, devices)
         operators = [] if name else [self.elementwise("norm", tokens * hidden)]
-        operators += self.product(f"{name}gate_up_proj", tokens, hidden, 2 * share)
+        operators += self.product(f"{name}gate_up_proj", tokens, hidden, 2 * share, backward=work.backward)
         operators.append(self.elementwise(f"{name}swiglu", tokens * share, passes=3))
-        operators += self.product(f"{name}down_proj", tokens, share, hidden)
+        operators += self.product(f"{name}down_proj", tokens, share, hidden, backward=work.backward)
         if not name:
             operators.append(self.elementwise("residual", tokens * hidden, passes=3))
         out = float(tokens * hidden)
@@ -252,7 +259,8 @@ class Transformer:
     def _experts(self, work: Workload, devices: int, draw: int) -> Ways:
         config, tokens, hidden = self.config, work.tokens, self.config.hidden_size
         rows = self.routing.rows(config.experts, config.experts_per_token, tokens, seed=draw)
-        around = [self.elementwise("norm", tokens * hidden), *self.product("router", tokens, hidden, config.experts)]
+        router = self.product("router", tokens, hidden, config.experts, backward=work.backward)
+        around = [self.elementwise("norm", tokens * hidden), *router]
         if config.shared_intermediate_size:
             shared = self._ffn(work, devices, config.shared_intermediate_size, "shared_")
             around += next(iter(shared.values()))[0]
@@ -308,7 +316,7 @@ class Transformer:
         config, tokens = self.config, work.logits
         share = ceil_div(config.vocab_size, devices)
         operators = [self.elementwise("norm", tokens * config.hidden_size)]
-        operators += self.product("lm_head", tokens, config.hidden_size, share)
+        operators += self.product("lm_head", tokens, config.hidden_size, share, backward=work.backward)
         if work.backward:
             operators.append(self.elementwise("loss", tokens * share, passes=4))
         logits = float(tokens * config.vocab_size)
