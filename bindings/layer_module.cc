@@ -126,7 +126,7 @@ class Layer {
   const moe::ExpertsLayer& layer() const { return *layer_; }
 
   py::tuple Forward(const py::object& hidden, const py::object& ids, const py::object& weights, const py::tuple& lora_tensors,
-                    const py::tuple& lora_layout, bool save) const {
+                    const py::tuple& lora_layout, bool save, const py::object& into) const {
     profiling::CallTimer timer(profiling::CallKind::kForward, number_);
     moe::ForwardArgs args;
     args.hidden = ViewOf(hidden, {"hidden"}, kActivationTypes);
@@ -138,7 +138,8 @@ class Layer {
     OutputTensor state;
     moe::SavedState saved;
     if (HasSlots(args.hidden, args.ids)) {
-      out = OutputTensor::Contiguous(args.hidden.dtype, args.hidden.shape[0], layer_->config().hidden_size);
+      out = into.is_none() ? OutputTensor::Contiguous(args.hidden.dtype, args.hidden.shape[0], layer_->config().hidden_size)
+                           : OutputTensor::Into(into, {"into"}, kActivationTypes);
       args.out = out.view();
       if (save) {
         const StateLayout layout(layer_->SavedStateSizes(args.ids.shape[0], args.ids.shape[1], args.lora));
@@ -156,7 +157,7 @@ class Layer {
     return py::make_tuple(out.ToTorch(), state.ToTorch());
   }
 
-  /// @param needs  truth values for hidden, top_k_weights and each of lora_tensors
+  /// @param needs  for hidden, top_k_weights and each of lora_tensors: a truth value, or the tensor to write the gradient to
   py::tuple Backward(const py::object& state, const py::object& hidden, const py::object& weights,
                      const py::tuple& lora_tensors, const py::tuple& lora_layout, const py::object& d_out,
                      const py::tuple& needs) const {
@@ -171,8 +172,10 @@ class Layer {
       throw std::invalid_argument("needs has " + std::to_string(needs.size()) + " values; expected " +
                                   std::to_string(2 + lora_tensors.size()));
     }
-    const auto needed = [&needs](std::size_t n) {
-      return PyObject_IsTrue(PyTuple_GET_ITEM(needs.ptr(), static_cast<Py_ssize_t>(n))) == 1;
+    const auto gradient = [&needs](std::size_t n, const TensorView& like) {
+      const py::handle need = PyTuple_GET_ITEM(needs.ptr(), static_cast<Py_ssize_t>(n));
+      if (need.ptr() == Py_False) return OutputTensor();
+      return need.ptr() == Py_True ? OutputTensor::Like(like) : OutputTensor::Into(need, {"needs"}, kActivationTypes);
     };
 
     moe::SavedState saved;
@@ -193,14 +196,14 @@ class Layer {
     OutputTensor d_weights;
     std::vector<OutputTensor> d_lora(lora_tensors.size());
     std::vector<moe::LoraAdapterGrad> d_adapters(lora.adapters.size());
-    if (needed(0)) args.d_hidden = (d_hidden = OutputTensor::Like(args.hidden)).view();
-    if (needed(1)) args.d_weights = (d_weights = OutputTensor::Like(args.weights)).view();
+    args.d_hidden = (d_hidden = gradient(0, args.hidden)).view();
+    args.d_weights = (d_weights = gradient(1, args.weights)).view();
     for (std::size_t n = 0; n < lora.places.size(); ++n) {
       const auto& [adapter, field] = lora.places[n];
       const moe::LoraPair& pair = lora.adapters[adapter].*field->pair;
       moe::LoraPairGrad& grad = d_adapters[adapter].*field->grad;
-      if (needed(2 + 2 * n)) grad.a = (d_lora[2 * n] = OutputTensor::Like(pair.a)).view();
-      if (needed(3 + 2 * n)) grad.b = (d_lora[2 * n + 1] = OutputTensor::Like(pair.b)).view();
+      grad.a = (d_lora[2 * n] = gradient(2 + 2 * n, pair.a)).view();
+      grad.b = (d_lora[2 * n + 1] = gradient(3 + 2 * n, pair.b)).view();
     }
     args.d_lora = d_adapters;
     {
@@ -241,7 +244,7 @@ void BindLayer(py::module_& module) {
       .def_property_readonly("intermediate_size", [](const Layer& self) { return self.layer().config().intermediate_size; })
       .def_property_readonly("weight_bytes", [](const Layer& self) { return self.layer().weight_bytes(); })
       .def("forward", &Layer::Forward, arg("hidden"), arg("top_k_ids"), arg("top_k_weights"), arg("lora_tensors"),
-           arg("lora_layout"), arg("save"))
+           arg("lora_layout"), arg("save"), arg("into") = py::none())
       .def("backward", &Layer::Backward, arg("state"), arg("hidden"), arg("top_k_weights"), arg("lora_tensors"),
            arg("lora_layout"), arg("d_out"), arg("needs"))
       .def("unpack", &Layer::Unpack, arg("gate_up_proj"), arg("down_proj"));

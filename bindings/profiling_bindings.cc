@@ -95,6 +95,12 @@ void BindProfiling(py::module_& module) {
     moe::RangeOf(moe::Phase::kForward);  // registers the phases first, in the order of their table
     return ToList(profiling::Snapshot());
   });
+  module.def(
+      "add_timed",
+      [](const std::string& name, const std::string& category, std::int64_t begin_ns, std::int64_t ns, double bytes) {
+        profiling::AddTimed(profiling::RegisterRange(name, category), begin_ns, ns, bytes);
+      },
+      py::arg("name"), py::arg("category"), py::arg("begin_ns"), py::arg("ns"), py::arg("bytes"));
   module.def("pool_snapshot", [] { return ToDict(profiling::PoolSnapshot()); });
   module.def("mark_entry", &profiling::MarkEntry);
   module.def("calls", [] {

@@ -225,9 +225,15 @@ OutputTensor OutputTensor::Bytes(std::int64_t bytes) {
   return tensor;
 }
 
-void* OutputTensor::data() const { return managed_->tensor.dl_tensor.data; }
+OutputTensor OutputTensor::Into(py::handle tensor, const ArgumentName& name, const char* expected_types) {
+  OutputTensor output;
+  output.view_ = ViewOf(tensor, name, expected_types);
+  output.given_ = py::reinterpret_borrow<py::object>(tensor);
+  return output;
+}
 
 py::object OutputTensor::ToTorch() {
+  if (given_) return std::exchange(given_, {});
   if (!defined()) return py::none();
   // PyTorch renames the capsule when it takes the tensor over; one that still has its name was not taken.
   PyObject* capsule = PyCapsule_New(&managed_->tensor, "dltensor", [](PyObject* self) {

@@ -47,11 +47,13 @@ class OutputTensor {
   static OutputTensor Like(const TensorView& like);
   static OutputTensor Contiguous(DType dtype, std::int64_t rows, std::int64_t columns);
   static OutputTensor Bytes(std::int64_t bytes);
+  /// No arena memory: a tensor of the caller's, which ToTorch() gives back. Errors as ViewOf.
+  static OutputTensor Into(pybind11::handle tensor, const ArgumentName& name, const char* expected_types);
 
-  bool defined() const { return managed_ != nullptr; }
+  bool defined() const { return managed_ != nullptr || given_; }
   /// Undefined for an undefined tensor and for Bytes().
   const TensorView& view() const { return view_; }
-  void* data() const;
+  void* data() const { return view_.data; }
 
   /// The torch tensor, or None for an undefined one. Leaves this object undefined.
   pybind11::object ToTorch();
@@ -64,6 +66,7 @@ class OutputTensor {
   OutputTensor(const TensorView& layout, std::int64_t element_bytes);
 
   std::unique_ptr<Managed, Deleter> managed_;
+  pybind11::object given_;
   TensorView view_;
 };
 

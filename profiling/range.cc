@@ -194,6 +194,14 @@ Slot* OwnSlot(RangeId id, std::int64_t start_ns) {
   return &slot;
 }
 
+void CountTime(Slot& slot, std::int64_t begin_ns, std::int64_t end_ns, std::int64_t thread_ns) {
+  Add(slot.calls, std::int64_t{1});
+  Add(slot.thread_ns, thread_ns);
+  // Nested in itself, a range closes before the one that opened first.
+  slot.first_ns.store(std::min(slot.first_ns.load(std::memory_order_relaxed), begin_ns), std::memory_order_relaxed);
+  slot.last_ns.store(std::max(slot.last_ns.load(std::memory_order_relaxed), end_ns), std::memory_order_relaxed);
+}
+
 void PushEvent(RangeId id) {
   Entry& entry = *Registry::Get().entries[id];
   const nvtx::Event* event = entry.event.load(std::memory_order_acquire);
@@ -275,6 +283,15 @@ std::vector<RangeStats> Snapshot() {
   return result;
 }
 
+void AddTimed(RangeId id, std::int64_t begin_ns, std::int64_t ns, double bytes) {
+  assert(id >= 0 && id < kMaxRanges);
+  if (!TimersEnabled() || begin_ns < current_epoch.load(std::memory_order_relaxed)) return;
+  if (Slot* slot = OwnSlot(id, begin_ns)) {
+    CountTime(*slot, begin_ns, begin_ns + ns, ns);
+    Add(slot->bytes, bytes);
+  }
+}
+
 Range::Range(RangeId id) : id_(id), start_ns_(0) {
   assert(id >= 0 && id < kMaxRanges);
   const bool timed = TimersEnabled();
@@ -334,11 +351,7 @@ void Range::Count(RangeId id, std::int64_t end_ns, std::int64_t thread_ns) {
   if (slot == nullptr) {
     return;
   }
-  Add(slot->calls, std::int64_t{1});
-  Add(slot->thread_ns, thread_ns);
-  // Nested in itself, a range closes before the one that opened first.
-  slot->first_ns.store(std::min(slot->first_ns.load(std::memory_order_relaxed), start_ns_), std::memory_order_relaxed);
-  slot->last_ns.store(end_ns, std::memory_order_relaxed);
+  CountTime(*slot, start_ns_, end_ns, thread_ns);
   if (shares_ > 0) {
     slot->apportioned.store(true, std::memory_order_relaxed);
   }

@@ -39,6 +39,12 @@ bool TimersEnabled();
 void Reset();
 std::vector<RangeStats> Snapshot();  ///< every registered range, in the order of registration
 
+/// Counts one range that something else timed, such as a copy by a device, as if the calling thread had opened and closed it.
+/// Nothing while timers are off, or if it began before the last Reset(). Throws std::bad_alloc.
+/// @param begin_ns  of the steady clock
+/// @param ns        how long it took
+void AddTimed(RangeId id, std::int64_t begin_ns, std::int64_t ns, double bytes);
+
 /// Opens a range on the calling thread and closes it at the end of the scope. Nests.
 class Range {
  public:

@@ -13,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include "profiling/clock.h"
+
 namespace moesaic::profiling {
 namespace {
 
@@ -84,6 +86,23 @@ TEST_F(RangeTest, CountsCallsTimeAndWork) {
   EXPECT_GE(stats.span_ns, stats.thread_ns);
   EXPECT_EQ(stats.flops, 33);
   EXPECT_EQ(stats.bytes, 15);
+}
+
+TEST_F(RangeTest, WhatSomethingElseTimed) {
+  const RangeId id = RegisterRange("timed elsewhere", "test");
+  const std::int64_t now = Now();
+  AddTimed(id, now, 3000, 5);
+  AddTimed(id, now + 10'000, 1000, 6);
+  RangeStats stats = Find("timed elsewhere");
+  EXPECT_EQ(stats.calls, 2);
+  EXPECT_EQ(stats.thread_ns, 4000);
+  EXPECT_EQ(stats.span_ns, 11'000);
+  EXPECT_EQ(stats.bytes, 11);
+  Reset();
+  AddTimed(id, now, 1000, 1);  // began before
+  SetTimersEnabled(false);
+  AddTimed(id, Now(), 1000, 1);
+  EXPECT_EQ(Find("timed elsewhere").calls, 0);
 }
 
 TEST_F(RangeTest, OffCountsNothing) {

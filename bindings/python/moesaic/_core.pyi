@@ -88,8 +88,10 @@ class Layer:
         lora_tensors: tuple[torch.Tensor, ...],
         lora_layout: Layout,
         save: bool,
+        into: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output and, with `save`, the state: one uint8 tensor that holds everything forward saves."""
+        """Output (`into`, if given, else new memory) and, with `save`, the state: one uint8 tensor that holds
+        everything forward saves."""
 
     def backward(
         self,
@@ -99,9 +101,10 @@ class Layer:
         lora_tensors: tuple[torch.Tensor, ...],
         lora_layout: Layout,
         d_out: torch.Tensor,
-        needs: tuple[bool, ...],
+        needs: tuple[bool | torch.Tensor, ...],
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
-        """Gradients of hidden, top_k_weights and each LoRA tensor; None where `needs`, in the same order, is false."""
+        """Gradients of hidden, top_k_weights and each LoRA tensor; None where `needs`, in the same order, is False.
+        Where it is a tensor, the gradient is written to that one."""
 
     def unpack(self, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> None:
         """Writes the weights back into tensors of the caller's."""
@@ -118,6 +121,9 @@ def set_timers_enabled(enabled: bool) -> None: ...
 def timers_enabled() -> bool: ...
 def reset_timers() -> None: ...
 def timers_snapshot() -> list[RangeStats]: ...
+def add_timed(name: str, category: str, begin_ns: int, ns: int, bytes: float) -> None:
+    """Counts one range that something else timed, on the calling thread; nothing while timers are off."""
+
 def pool_snapshot() -> PoolTotals: ...
 def mark_entry() -> None: ...
 def calls() -> tuple[list[CallRecord], int]: ...

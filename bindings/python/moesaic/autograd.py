@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from moesaic import _core
-from moesaic.layer import ExpertsLayer, lora_on_cpu, on_cpu
-from moesaic.lora import Layout, Lora
+from moesaic import _core, staging
+from moesaic.layer import ExpertsLayer
+from moesaic.lora import Layout, Lora, flatten
 
 __all__ = ["moe_experts"]
 
@@ -31,10 +31,13 @@ class _MoeExperts(torch.autograd.Function):
         top_k_weights: torch.Tensor,
         *lora_tensors: torch.Tensor,
     ) -> torch.Tensor:
-        out, state = core.forward(hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, True)
-        ctx.save_for_backward(state, hidden, top_k_weights, *lora_tensors)
+        out, state, host_hidden, host_weights = staging.forward(
+            core, hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, True
+        )
+        ctx.save_for_backward(state, host_hidden, host_weights, *lora_tensors)
         ctx.core = core
         ctx.lora_layout = lora_layout
+        ctx.devices = (hidden.device, top_k_weights.device)
         ctx.set_materialize_grads(False)
         return out
 
@@ -45,12 +48,22 @@ class _MoeExperts(torch.autograd.Function):
         if d_out is None:
             return (None,) * len(needs)
         state, hidden, top_k_weights, *lora_tensors = ctx.saved_tensors
-        d_hidden, d_weights, d_lora = ctx.core.backward(
-            state, hidden, top_k_weights, tuple(lora_tensors), ctx.lora_layout, d_out, (needs[2], needs[4], *needs[5:])
+        d_hidden, d_weights, d_lora = staging.backward(
+            ctx.core,
+            state,
+            hidden,
+            top_k_weights,
+            tuple(lora_tensors),
+            ctx.lora_layout,
+            d_out,
+            (needs[2], needs[4], *needs[5:]),
+            ctx.devices,
         )
         grads = (None, None, d_hidden, None, d_weights, *d_lora)
         if torch.is_grad_enabled():  # create_graph=True
-            return _NoSecondDerivative.apply(len(grads), *grads, d_out, hidden, top_k_weights, *lora_tensors)  # type: ignore[no-untyped-call, no-any-return]
+            # Of GPU tensors, copies were saved that autograd knows nothing of: hence the last argument.
+            inputs = (d_out, hidden, top_k_weights, *lora_tensors, torch.empty(0, requires_grad=True))
+            return _NoSecondDerivative.apply(len(grads), *grads, *inputs)  # type: ignore[no-untyped-call, no-any-return]
         return grads
 
 
@@ -80,8 +93,8 @@ def moe_experts(
     """``out[t] = sum over j of top_k_weights[t, j] * expert[top_k_ids[t, j]](hidden[t])``, differentiable once.
 
     Gradients reach `hidden`, `top_k_weights` and each LoRA tensor that requires one, in its own dtype and strides.
-    Where nothing requires a gradient, or under ``torch.no_grad()``, nothing is saved. Tensors on another device are
-    copied to the CPU, and the result back to the device of `hidden`.
+    Where nothing requires a gradient, or under ``torch.no_grad()``, nothing is saved. Tensors may be on a GPU, each on
+    its own: they are copied to the CPU in the order of the current stream, and results back.
 
     Args:
         hidden: ``[T, H]`` bf16 or fp32 (rounded to bf16 once).
@@ -95,23 +108,21 @@ def moe_experts(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, dtype or ids; the message names it.
-        MemoryError: memory cannot be had.
+        MemoryError: memory cannot be had; of a GPU and of what is pinned for it, PyTorch's own errors.
     """
     _core.mark_entry()
     if not isinstance(layer, ExpertsLayer):
         raise TypeError(f"layer is a {type(layer).__name__}; expected a moesaic.ExpertsLayer")
-    lora_tensors, lora_layout = lora_on_cpu(lora)
-    cpu_hidden = on_cpu(hidden, "hidden")
-    cpu_ids = on_cpu(top_k_ids, "top_k_ids")
-    cpu_weights = on_cpu(top_k_weights, "top_k_weights")
+    lora_tensors, lora_layout = flatten(lora)
+    staging.check_tensors(hidden, top_k_ids, top_k_weights)
     core = layer._core
     out: torch.Tensor
     if torch.is_grad_enabled() and (
-        cpu_hidden.requires_grad or cpu_weights.requires_grad or any(t.requires_grad for t in lora_tensors)
+        hidden.requires_grad or top_k_weights.requires_grad or any(t.requires_grad for t in lora_tensors)
     ):
         out = _MoeExperts.apply(  # type: ignore[no-untyped-call]
-            core, lora_layout, cpu_hidden, cpu_ids, cpu_weights, *lora_tensors
+            core, lora_layout, hidden, top_k_ids, top_k_weights, *lora_tensors
         )
     else:
-        out, _ = core.forward(cpu_hidden, cpu_ids, cpu_weights, lora_tensors, lora_layout, False)
-    return out if hidden.is_cpu else out.to(hidden.device)
+        out = staging.forward(core, hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, False)[0]
+    return out

@@ -7,35 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic import _core
+from moesaic import _core, staging
 from moesaic.lora import Layout, Lora, LoraGrad, flatten, unflatten
+from moesaic.staging import on_cpu
 
 __all__ = ["ExpertsLayer", "Grads", "Saved"]
-
-
-def on_cpu(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """`tensor` in CPU memory, itself where it is there already. Differentiable.
-
-    Raises:
-        TypeError: it is no tensor.
-        ValueError: it has no data (meta).
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor")
-    if tensor.is_cpu:
-        return tensor
-    if tensor.is_meta:
-        raise ValueError(f"{name} is on the meta device; expected a tensor with data")
-    return tensor.to("cpu")
-
-
-def lora_on_cpu(lora: Lora | Sequence[Lora] | None) -> tuple[tuple[torch.Tensor, ...], Layout]:
-    """`flatten`, with every tensor in CPU memory. Differentiable."""
-    tensors, layout = flatten(lora)
-    for tensor in tensors:
-        if not tensor.is_cpu:
-            return tuple(on_cpu(t, "a tensor of lora") for t in tensors), layout
-    return tensors, layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,11 +21,12 @@ class Saved:
     state: torch.Tensor
     """The engine's own, one block of bytes: routing, G, U, and the low-rank products of LoRA."""
     hidden: torch.Tensor
+    """In CPU memory, as are the weights."""
     top_k_weights: torch.Tensor
     lora_tensors: tuple[torch.Tensor, ...]
     lora_layout: Layout
-    device: torch.device
-    """Where gradients of hidden and top_k_weights go."""
+    devices: tuple[torch.device, torch.device]
+    """Where the gradients of hidden and of top_k_weights go."""
 
     @property
     def nbytes(self) -> int:
@@ -149,18 +126,18 @@ class ExpertsLayer:
             MemoryError: memory cannot be had.
         """
         _core.mark_entry()
-        lora_tensors, lora_layout = lora_on_cpu(lora)
-        cpu_hidden = on_cpu(hidden, "hidden")
-        cpu_weights = on_cpu(top_k_weights, "top_k_weights")
-        cpu_ids = on_cpu(top_k_ids, "top_k_ids")
-        out, state = self._core.forward(cpu_hidden, cpu_ids, cpu_weights, lora_tensors, lora_layout, save)
-        out = out if hidden.is_cpu else out.to(hidden.device)
+        lora_tensors, lora_layout = flatten(lora)
+        staging.check_tensors(hidden, top_k_ids, top_k_weights)
+        out, state, host_hidden, host_weights = staging.forward(
+            self._core, hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, save
+        )
         if state is None:
             return out, None
-        return out, Saved(state, cpu_hidden, cpu_weights, lora_tensors, lora_layout, hidden.device)
+        devices = (hidden.device, top_k_weights.device)
+        return out, Saved(state, host_hidden, host_weights, lora_tensors, lora_layout, devices)
 
     def backward(self, saved: Saved, d_out: torch.Tensor) -> Grads:
-        """Gradients of hidden, top_k_weights and every LoRA tensor.
+        """Gradients of hidden, top_k_weights and every LoRA tensor, each on the device of what it belongs to.
 
         Args:
             saved: what `forward` returned; it is only read, and may be used again.
@@ -173,18 +150,20 @@ class ExpertsLayer:
         _core.mark_entry()
         if not isinstance(saved, Saved):
             raise TypeError(f"saved is a {type(saved).__name__}; expected what forward(..., save=True) returned")
-        d_hidden, d_weights, d_lora = self._core.backward(
+        if not isinstance(d_out, torch.Tensor):
+            raise TypeError(f"d_out is a {type(d_out).__name__}; expected a torch.Tensor")
+        d_hidden, d_weights, d_lora = staging.backward(
+            self._core,
             saved.state,
             saved.hidden,
             saved.top_k_weights,
             saved.lora_tensors,
             saved.lora_layout,
-            on_cpu(d_out, "d_out"),
+            d_out,
             (True,) * (2 + len(saved.lora_tensors)),
+            saved.devices,
         )
         assert d_hidden is not None and d_weights is not None  # asked for
-        if saved.device.type != "cpu":
-            d_hidden, d_weights = d_hidden.to(saved.device), d_weights.to(saved.device)
         return Grads(d_hidden, d_weights, unflatten(d_lora, saved.lora_layout))
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:

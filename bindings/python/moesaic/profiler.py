@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from moesaic import _core
+from moesaic import _core, staging
 from moesaic.profiles import document as doc
 from moesaic.profiles.system import difference, system_counts
 
@@ -160,6 +160,7 @@ class Profile:
         write(self.document(), path)
 
     def _counts(self) -> dict[str, Any]:
+        staging.collect_times()
         return {
             "ns": _core.clock_ns(),
             "phases": {key_of(row): row["thread_ns"] / 1e6 for row in _core.timers_snapshot() if row["calls"] > 0},
@@ -210,11 +211,9 @@ class Profile:
         base = self._base.get((row["name"], row["category"]))
         nested = self._nested
         thread_ms = (row["thread_ns"] - (base["thread_ns"] if base else 0)) / 1e6
-        work = {
-            "thread_ms": thread_ms,
-            "flops": row["flops"] - (base["flops"] if base else 0.0),
-            "bytes": row["bytes"] - (base["bytes"] if base else 0.0),
-        }
+        flops = row["flops"] - (base["flops"] if base else 0.0)
+        size = row["bytes"] - (base["bytes"] if base else 0.0)
+        work = {"name": row["name"], "thread_ms": thread_ms, "flops": flops, "bytes": size}
         rates = doc.rates(work, threads, self._ceiling)
         return Phase(
             name=row["name"],
@@ -225,8 +224,8 @@ class Profile:
             max_thread_ms=None if nested else row["max_thread_ns"] / 1e6,
             span_ms=None if nested else row["span_ns"] / 1e6,
             threads=None if nested else row["threads"],
-            flops=work["flops"],
-            bytes=work["bytes"],
+            flops=flops,
+            bytes=size,
             apportioned=row["apportioned"],
             gflops=rates["gflops"],
             gbps=rates["gbps"],

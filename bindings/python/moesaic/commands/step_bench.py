@@ -267,7 +267,7 @@ def _nothing_computed() -> Callable[..., torch.Tensor]:
     """Experts that cost PyTorch what the engine's cost it: as many tensors in and out of autograd, none computed."""
     import torch
 
-    from moesaic.layer import lora_on_cpu
+    from moesaic.lora import flatten
 
     gradients: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -295,7 +295,7 @@ def _nothing_computed() -> Callable[..., torch.Tensor]:
         layer: ExpertsLayer,
         lora: Lora | Sequence[Lora] | None,
     ) -> torch.Tensor:
-        tensors, _ = lora_on_cpu(lora)
+        tensors, _ = flatten(lora)
         out: torch.Tensor = Nothing.apply(hidden, weights, *tensors)  # type: ignore[no-untyped-call]
         return out
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from moesaic.hf.offloaded import is_offloaded
+
 __all__ = ["IMPLEMENTATION", "WEIGHTS", "find_blocks", "implementation", "is_block", "refusal", "weight"]
 
 #: The name under which transformers knows the engine: ``experts_implementation="moesaic"``.
@@ -91,7 +93,7 @@ def _refused_weights(block: nn.Module) -> str | None:
             return f"{name} is stored as {_dtype(parameter)}; expected bfloat16, float16 or float32{hint}"
         if parameter.dim() != 3:
             return f"{name} has shape {tuple(parameter.shape)}; expected three dimensions"
-        if parameter.is_meta:
+        if parameter.is_meta and not is_offloaded(block):
             return f"{name} is on the meta device (offloaded, or not loaded yet); expected data"
     gate_up, down = (tuple(block._parameters[name].shape) for name in WEIGHTS)  # type: ignore[union-attr]
     if gate_up != (down[0], 2 * down[2], down[1]):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from moesaic.hf.blocks import WEIGHTS, refusal, weight
+from moesaic.hf.offloaded import reclaim
 from moesaic.hf.released import ReleasedParameter, ReleasedWeight, is_released, release_block, restore_block
 from moesaic.layer import ExpertsLayer
 
@@ -94,6 +95,7 @@ def pack(block: nn.Module, weight_format: str) -> ExpertsLayer:
     reason = refusal(block)
     if reason:
         raise ValueError(f"the moesaic engine cannot serve {type(block).__name__}: {reason}")
+    reclaim(block)
     was_released = is_released(block)
     if was_released:
         restore_block(block)

@@ -3,7 +3,8 @@
 A released parameter keeps its place, shape, dtype and device, over one element of memory (a view with zero strides:
 PEFT, the Trainer, ``.to()`` and parameter counts go on working, which they do not with meta or empty tensors or deleted
 attributes). Its values are unpacked from the engine when something reads them, so that saving the model, pickling it or
-merging an adapter with ``safe_merge`` meets the true weights and never zeros. Writing to it is an error.
+merging an adapter with ``safe_merge`` meets the true weights and never zeros. Writing to it is an error. Moving it to
+another device (``.to()``, ``.cuda()``, accelerate's hooks in every forward) moves the one element.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ _PASSIVE = frozenset(
         *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
     )
 )
+# Moves, as long as the dtype stays; with any other argument they read the values.
+_MOVES = frozenset(("to", "cpu", "cuda"))
+_MOVE_ARGUMENTS = frozenset(("device", "dtype", "non_blocking", "copy"))
 _IN_PLACE_OPERATOR = re.compile("__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
 # Attributes that are views of the values.
 _VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
@@ -85,6 +89,10 @@ class ReleasedWeight(torch.Tensor):
         if name in _PASSIVE or (attribute is not None and attribute not in _VIEWS):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name in _MOVES:
+            moved = _moved(func, args, kwargs)
+            if moved is not None:
+                return moved
         args, kwargs = tree_map_only(ReleasedWeight, ReleasedWeight.values, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -103,6 +111,12 @@ class ReleasedWeight(torch.Tensor):
 
 class ReleasedParameter(ReleasedWeight, nn.Parameter):
     """A released parameter of an experts block."""
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
+        """What ``type(parameter)(data)`` gives, as accelerate calls it: released if `data` is, else an ordinary one."""
+        if isinstance(data, ReleasedWeight):
+            return _claim(nn.Parameter(_placeholder(data), requires_grad), data.source)
+        return nn.Parameter(data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReleasedWeight:
         if id(self) not in memo:
@@ -244,10 +258,26 @@ def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-def _weight_like(weight: ReleasedWeight) -> ReleasedWeight:
-    result = _placeholder(weight).as_subclass(ReleasedWeight)
+def _weight_like(weight: ReleasedWeight, one: torch.Tensor | None = None) -> ReleasedWeight:
+    placeholder = _placeholder(weight) if one is None else one.expand(weight.shape)
+    result = placeholder.as_subclass(ReleasedWeight)
     result._moesaic_source = weight.source
     return result
+
+
+def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReleasedWeight | None:
+    """`args[0]` where `func` would move it to, its values still in the engine; None where they are asked for."""
+    weight = args[0]
+    others = (*args[1:], *kwargs.values())
+    if any(isinstance(other, torch.Tensor) for other in others) or not kwargs.keys() <= _MOVE_ARGUMENTS:
+        return None
+    origin = "cpu" if weight.is_meta else weight.device  # the values are in the engine, wherever the view is
+    one: torch.Tensor = func(torch.zeros(1, dtype=weight.dtype, device=origin), *args[1:], **kwargs)
+    if one.dtype != weight.dtype:
+        return None
+    if one.device == weight.device:
+        return weight  # type: ignore[no-any-return]
+    return _weight_like(weight, one)
 
 
 def _claim(parameter: nn.Parameter, source: Source) -> ReleasedParameter:

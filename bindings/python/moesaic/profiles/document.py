@@ -36,6 +36,8 @@ PARENTS = frozenset(
     {"forward", "backward", "backward_down", "backward_activation", "backward_gate_up", "GU3_lora_pass_gate"}
     | {"GU3_lora_pass_up"}
 )
+#: Copies between the host and a GPU: their time is the device's, not a thread's.
+TRANSFERS = frozenset({"device_to_host", "host_to_device"})
 #: Steps that the calling thread does alone, before the pool starts.
 SERIAL = frozenset({"routing", "allocate", "D0_prepare", "GU0_prepare"})
 EVENT_KINDS = ("range", "idle", "steal", "queue")
@@ -48,12 +50,14 @@ class ProfileError(Exception):
 
 def is_leaf(name: str) -> bool:
     """Whether a phase's thread time counts once when phases are added up."""
-    return name not in PARENTS
+    return name not in PARENTS and name not in TRANSFERS
 
 
 def rates(row: Mapping[str, Any], threads: int, ceiling: Mapping[str, float] | None) -> dict[str, float | None]:
     """GFLOP/s and GB/s of a phase on all threads together, as if all of them did nothing else, and the fraction of the
-    ceiling: the larger of the two."""
+    ceiling: the larger of the two. Of copies to and from a GPU, their own GB/s."""
+    if row["name"] in TRANSFERS:
+        threads, ceiling = 1, None
     seconds = row["thread_ms"] / 1e3 / max(threads, 1)
     if seconds <= 0:
         return {"gflops": None, "gbps": None, "fraction_of_ceiling": None}

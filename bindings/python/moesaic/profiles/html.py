@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moesaic.profiles.document import PARENTS, Document
+from moesaic.profiles.document import PARENTS, TRANSFERS, Document
 
 __all__ = ["render"]
 
@@ -14,7 +14,7 @@ _MOST_EVENTS = 40_000
 
 def render(document: Document) -> str:
     """The report; the document itself is embedded, and the page reads all of its numbers from it."""
-    shown = dict(document, parents=sorted(PARENTS))
+    shown = dict(document, parents=sorted(PARENTS | TRANSFERS))
     if document.get("trace"):
         trace = document["trace"]
         threads = [dict(thread) for thread in trace["threads"]]
