@@ -1,7 +1,9 @@
 #include "moe/validate.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstdlib>
 #include <initializer_list>
 #include <limits>
 #include <sstream>
@@ -89,7 +91,27 @@ void CheckTensor(const std::string& name, const TensorView& view, std::initializ
   if (!empty && view.data == nullptr) Fail(name, " has shape ", ShapeOf(view), " but its data is null");
 }
 
-/// As CheckTensor, for a view that is written: a stride of zero would let several threads write the same element.
+/// Whether no two elements share memory: along each dimension, in the order of the strides, one step leads past all that the
+/// dimensions before it reach. What lies otherwise without an overlap (interlaced rows of odd lengths) nobody has.
+bool IsDistinct(const TensorView& view) {
+  std::array<int, 3> dims = {0, 1, 2};
+  const auto stride = [&view](int d) { return std::abs(view.stride[static_cast<std::size_t>(d)]); };
+  std::sort(dims.begin(), dims.begin() + view.rank, [&](int a, int b) { return stride(a) < stride(b); });
+  std::int64_t reach = 0;
+  for (int n = 0; n < view.rank; ++n) {
+    const std::int64_t steps = view.shape[static_cast<std::size_t>(dims[n])] - 1;
+    if (steps < 0) return true;
+    if (steps == 0) continue;
+    if (stride(dims[n]) <= reach) return false;
+    std::int64_t steps_reach = 0;
+    if (__builtin_mul_overflow(steps, stride(dims[n]), &steps_reach) || __builtin_add_overflow(reach, steps_reach, &reach)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+/// As CheckTensor, for a view that is written: elements that share memory would be written by several threads.
 void CheckOutput(const std::string& name, const TensorView& view, std::initializer_list<Dim> dims,
                  std::initializer_list<DType> types) {
   CheckTensor(name, view, dims, types);
@@ -99,6 +121,7 @@ void CheckOutput(const std::string& name, const TensorView& view, std::initializ
            "; expected distinct elements");
     }
   }
+  if (!IsDistinct(view)) Fail(name, " is written and has overlapping elements; expected distinct ones");
 }
 
 void CheckPair(const std::string& name, const LoraPair& pair, std::int64_t experts, std::int64_t in, std::int64_t out) {

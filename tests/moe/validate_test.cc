@@ -174,6 +174,14 @@ TEST_F(ValidateTest, ForwardShapesAndTypes) {
   args.out.stride[0] = 0;
   EXPECT_EQ(ForwardError(args), "out is written and has stride 0 along dimension 0 of size 5; expected distinct elements");
   args = Forward();
+  args.out.stride[0] = 7;
+  EXPECT_EQ(ForwardError(args), "out is written and has overlapping elements; expected distinct ones");
+  args.out.stride[0] = 1;
+  args.out.stride[1] = 5;
+  EXPECT_EQ(ForwardError(args), "");
+  args.out.stride[1] = std::numeric_limits<std::int64_t>::max() / 2;
+  EXPECT_EQ(ForwardError(args), "out is written and has overlapping elements; expected distinct ones");
+  args = Forward();
   args.hidden.shape[0] = args.ids.shape[0] = args.weights.shape[0] = args.out.shape[0] = std::int64_t{1} << 30;
   EXPECT_EQ(ForwardError(args), "hidden and top_k_ids have T = 1073741824 and k = 2; expected T * k < 2^31");
 }
