@@ -203,7 +203,7 @@ def test_gpu_training_equals_training_on_the_cpu(place: Any, prepared: bool, tmp
     reference = frozen()
     moesaic.hf.prepare(reference, progress=False)
     expected = losses(adapted(reference), "cpu")
-    assert expected[-1] < 0.9 * expected[0]
+    assert expected[-1] < expected[0] - 0.1
     model = place(frozen(), tmp_path)
     if prepared:
         moesaic.hf.prepare(model, progress=False)

@@ -474,7 +474,7 @@ def test_gpu_frozen_and_strided_tensors() -> None:
     for leaf in moved.leaves[1:]:
         leaf.requires_grad_(False)
     assert_equal([torch.autograd.grad(train_out(moved, layer), moved.hidden, problem.d_out.cuda())[0]], expected[:1])
-    with pytest.raises(RuntimeError, match=r"differentiated only once|not to have been used"):
+    with pytest.raises(RuntimeError, match=r"differentiated only once|used in the graph"):
         (grad,) = torch.autograd.grad(train_out(moved, layer).sum(), moved.hidden, create_graph=True)
         torch.autograd.grad(grad.square().sum(), moved.hidden)
 

@@ -37,7 +37,7 @@ class _MoeExperts(torch.autograd.Function):
         ctx.save_for_backward(state, host_hidden, host_weights, *lora_tensors)
         ctx.core = core
         ctx.lora_layout = lora_layout
-        ctx.devices = (hidden.device, top_k_weights.device)
+        ctx.devices = tuple(tensor.device for tensor in (hidden, top_k_weights, *lora_tensors))
         ctx.set_materialize_grads(False)
         return out
 

@@ -25,8 +25,8 @@ class Saved:
     top_k_weights: torch.Tensor
     lora_tensors: tuple[torch.Tensor, ...]
     lora_layout: Layout
-    devices: tuple[torch.device, torch.device]
-    """Where the gradients of hidden and of top_k_weights go."""
+    devices: tuple[torch.device, ...]
+    """Where the gradients go: of hidden, of top_k_weights, and of each of `lora_tensors`."""
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +133,7 @@ class ExpertsLayer:
         )
         if state is None:
             return out, None
-        devices = (hidden.device, top_k_weights.device)
+        devices = tuple(tensor.device for tensor in (hidden, top_k_weights, *lora_tensors))
         return out, Saved(state, host_hidden, host_weights, lora_tensors, lora_layout, devices)
 
     def backward(self, saved: Saved, d_out: torch.Tensor) -> Grads:

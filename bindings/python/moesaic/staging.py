@@ -101,7 +101,8 @@ def backward(
     """``core.backward`` for tensors on any devices.
 
     Args:
-        devices: where the gradients of hidden and of top_k_weights go; that of a LoRA tensor goes where the tensor is.
+        devices: where the gradients go: those of hidden, of top_k_weights and of each LoRA tensor. (A hook for saved
+            tensors may have left the tensors themselves anywhere.)
 
     Raises: as `moesaic.ExpertsLayer.backward`.
     """
@@ -112,15 +113,14 @@ def backward(
         (*tensors, *lora_tensors), ("saved.state", "hidden", "top_k_weights", "d_out")
     )
     _core.mark_entry()
-    targets = (*devices, *(tensor.device for tensor in lora_tensors))
     memory = tuple(
         _queue(device).host_like(like) if need and device.type == "cuda" else need
-        for need, device, like in zip(needs, targets, (host_hidden, host_weights, *host_lora), strict=True)
+        for need, device, like in zip(needs, devices, (host_hidden, host_weights, *host_lora), strict=True)
     )
     d_hidden, d_weights, d_lora = core.backward(
         host_state, host_hidden, host_weights, tuple(host_lora), lora_layout, host_d_out, memory
     )
-    d_hidden, d_weights, *d_others = _to_devices((d_hidden, d_weights, *d_lora), targets)
+    d_hidden, d_weights, *d_others = _to_devices((d_hidden, d_weights, *d_lora), devices)
     return d_hidden, d_weights, tuple(d_others)
 
 
@@ -169,8 +169,8 @@ _queue = CudaQueue
 class _Copies:
     """Copies in one direction, to or from one device."""
 
-    def __init__(self, device: torch.device, row: str) -> None:
-        self.queue = _queue(device)
+    def __init__(self, queue: CudaQueue, row: str) -> None:
+        self.queue = queue
         self._row = row
         self._bytes = 0
         self._timed = _core.timers_enabled()
@@ -210,7 +210,7 @@ def _to_host(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[torc
         if tensor.layout != torch.strided:
             raise ValueError(f"{name} has layout {tensor.layout}; expected a dense tensor")
         if tensor.device not in copies:
-            copies[tensor.device] = _Copies(tensor.device, DEVICE_TO_HOST)
+            copies[tensor.device] = _Copies(_queue(tensor.device), DEVICE_TO_HOST)
         here = copies[tensor.device]
         result[n] = here.queue.host_like(tensor)
         here.add(result[n], tensor.detach())
@@ -223,17 +223,21 @@ def _to_devices(results: Sequence[torch.Tensor | None], devices: Sequence[torch.
     """Each result on its device. Those for the first device, the output's, are complete for what is enqueued next on
     its current stream; all others are complete."""
     moved = list(results)
-    copies: dict[torch.device, _Copies] = {}
+    queues: dict[torch.device, CudaQueue] = {}
     for n, (result, device) in enumerate(zip(results, devices, strict=True)):
         if result is None or device.type == "cpu":
             continue
         if device.type != "cuda":
             moved[n] = result.to(device)
             continue
-        if device not in copies:
-            copies[device] = _Copies(device, HOST_TO_DEVICE)
-        moved[n] = target = copies[device].queue.device_like(result)
-        copies[device].add(target, result)
+        if device not in queues:
+            queues[device] = _queue(device)
+        moved[n] = queues[device].device_like(result)
+    # Only now, so that nothing but copies lies between the first and the last one.
+    copies = {device: _Copies(queue, HOST_TO_DEVICE) for device, queue in queues.items()}
+    for target, result, device in zip(moved, results, devices, strict=True):
+        if device in copies and target is not None and result is not None:
+            copies[device].add(target, result)
     for device, there in copies.items():
         if device == devices[0]:
             there.leave()
