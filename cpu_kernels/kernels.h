@@ -104,6 +104,14 @@ struct PackRowsArgs {
   std::int64_t tile_columns = 0;
 };
 
+/// A tile column of pairs of a matrix [rows][columns], as operand tiles of its transpose [32][rows], in which a gradient
+/// contracts over the rows. Rows beyond the panels of `pairs` become zeros.
+struct TransposePairsArgs {
+  TileMatrix pairs;
+  std::int64_t column = 0;  ///< of tiles
+  TileMatrix transposed;    ///< two panels; columns: rows / 32
+};
+
 /// Where forward keeps G and U of a block of `rows` <= 32 rows of I for backward: tokens in groups of 16, each group [rows][16]
 /// (the last one [rows][what is left]). Element (i, t) of `tokens`:
 MOESAIC_INLINE std::int64_t SavedPosition(std::int64_t i, std::int64_t t, std::int64_t rows, std::int64_t tokens) {
@@ -207,6 +215,7 @@ struct KernelTier {
   void (*unpack_gemm)(const UnpackGemmArgs&);
   void (*gradient_gemm)(const GradientGemmArgs&);
   void (*pack_rows)(const PackRowsArgs&);
+  void (*transpose_pairs)(const TransposePairsArgs&);
   void (*swiglu_forward)(const SwigluForwardArgs&);
   void (*swiglu_backward)(const SwigluBackwardArgs&);
   void (*merge_rows)(const MergeRowsArgs&);

@@ -7,6 +7,7 @@
 #include "cpu_kernels/elementwise/pack_rows.h"
 #include "cpu_kernels/elementwise/store.h"
 #include "cpu_kernels/elementwise/swiglu.h"
+#include "cpu_kernels/elementwise/transpose_pairs.h"
 #include "cpu_kernels/gemm/tile_gemm.h"
 #include "cpu_kernels/kernels.h"
 
@@ -16,8 +17,9 @@ template <class Cell>
 constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
   return {name,      Cell::kMaxA,      Cell::kMaxB,      Cell::kVectorsIdle,
           runs_here, DirectGemm<Cell>, UnpackGemm<Cell>, GradientGemm<Cell>,
-          PackRows,  SwigluForward,    SwigluBackward,   MergeRows,
-          Transpose, PackColumns,      StoreColumns,     StoreRows};
+          PackRows,  TransposePairs,   SwigluForward,    SwigluBackward,
+          MergeRows, Transpose,        PackColumns,      StoreColumns,
+          StoreRows};
 }
 
 }  // namespace

@@ -21,19 +21,22 @@ std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, std::int64_t
   const auto take = [&](bool wanted, std::int64_t r, std::int64_t c) {
     return place(wanted, TileMatrix::Activations(nullptr, r, c));
   };
-  const std::int64_t r1 = lora.padded_input_rank(), r2 = lora.padded_down_rank();
+  const std::int64_t r1 = lora.padded_input_rank();
   const bool d_b = lora.wants(kLoraBGate) || lora.wants(kLoraBUp);
+  const auto take_split = [&](std::int64_t rank) {
+    return SplitTiles{take(rank > 0, rows, rank), take(!LoraCall::IsTwice(rank), rows, rank)};
+  };
   d = take(true, rows, hidden);
-  q = {take(r2 > 0, rows, r2), take(r2 > 0, rows, r2)};
+  q = take_split(lora.down_rank());
   d_gate = take(true, rows, inner);
   d_up = take(true, rows, inner);
-  p = {take(r1 > 0, rows, r1), take(r1 > 0, rows, r1)};
+  p = take_split(lora.input_rank());
   d_weight = carver.Take<float>(CeilDiv(inner, kIntermediateUnit) * rows);
-  wv_t = take(lora.wants(kLoraBDownT), r2, rows);
   p_t = {take(lora.wants(kLoraA), r1, rows), take(lora.wants(kLoraA), r1, rows)};
   const TileMatrix by_rank1 = TileMatrix::RowPairs(nullptr, rows, lora.input_rank());
   const TileMatrix by_rank2 = TileMatrix::RowPairs(nullptr, rows, lora.down_rank());
   low = place(d_b, by_rank1);
+  wv = place(lora.wants(kLoraBDownT), by_rank2);
   wq = {place(lora.wants(kLoraADownT), by_rank2), place(lora.wants(kLoraADownT), by_rank2)};
   for (const LoraMatrix m : kIntermediateSums) {
     const bool wanted = in_chunks && lora.wants(m);

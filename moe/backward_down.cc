@@ -47,18 +47,24 @@ void BackwardPass::DownLoraLow(const Job& job, const BackwardBuffers& buffers) {
   float routing_weights[kMaxChunkRows];
   LoadWeights(job, routing_weights);
   const void* rows[kMaxChunkRows];
-  if (buffers.low.data != nullptr) {
+  // Saved as bf16 [rows][rank], here row pairs.
+  const auto pack_saved = [&](const TileMatrix& out, const BFloat16* saved, std::int64_t columns, const float* row_scale) {
+    if (out.data == nullptr) return;
+    for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = saved + i * columns;
     PackRowsArgs pack;
-    for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = args_.saved->gate_up_low + (job.begin + i) * r1;
     pack.rows = rows;
     pack.dtype = DType::kBFloat16;
     pack.count = job.rows;
-    pack.columns = r1;
-    pack.row_pairs = buffers.low;
-    pack.panels = 2 * buffers.low.columns;
-    pack.tile_columns = CeilDiv(r1, kTileColumns);
+    pack.columns = columns;
+    pack.row_scale = row_scale;
+    pack.row_pairs = out;
+    pack.panels = 2 * out.columns;
+    pack.tile_columns = CeilDiv(columns, kTileColumns);
     kernels.pack_rows(pack);
-  }
+  };
+  pack_saved(buffers.low, args_.saved->gate_up_low + job.begin * r1, r1, nullptr);
+  // A shard has its part of V, and gives its part of dB_d.
+  pack_saved(buffers.wv, args_.saved->down_low + SavedDownOffset(job), r2, routing_weights);
   if (r2 == 0) return;
   Carver carver(ThreadScratch(2 * rank * ld * static_cast<std::int64_t>(sizeof(float)) + 128));
   float* q_t = carver.Take<float>(rank * ld);
@@ -66,57 +72,38 @@ void BackwardPass::DownLoraLow(const Job& job, const BackwardBuffers& buffers) {
   const GemmSegment segment{LoraOf(job).matrix[kLoraBDownT], buffers.d};
   DirectGemmArgs gemm;
   gemm.segments = {&segment, 1};
-  gemm.panels = rank / kPanelRows;
+  gemm.panels = CeilDiv(r2, kPanelRows);
   gemm.activation_panels = panels;
   gemm.c = q_t;
   gemm.ldc = ld;
   kernels.direct_gemm(gemm);
-  TransposeSmall(q_t, ld, rank, job.rows, q, rank);
+  TransposeSmall(q_t, ld, r2, job.rows, q, rank);
   for (std::int64_t i = 0; i < job.rows; ++i) {
-    for (std::int64_t k = 0; k < rank; ++k) q[i * rank + k] *= lora.down_scale()[k];
+    for (std::int64_t k = 0; k < r2; ++k) q[i * rank + k] *= lora.down_scale()[k];
   }
   if (buffers.wq.hi.data != nullptr) {
     float* wq = q_t;
     for (std::int64_t i = 0; i < job.rows; ++i) {
-      for (std::int64_t k = 0; k < rank; ++k) wq[i * rank + k] = routing_weights[i] * q[i * rank + k];
+      for (std::int64_t k = 0; k < r2; ++k) wq[i * rank + k] = routing_weights[i] * q[i * rank + k];
     }
     PackSplit(wq, job.rows, r2, rank, TileKind::kRowPairs, buffers.wq);
   }
   PackSplit(q, job.rows, r2, rank, TileKind::kPairs, buffers.q);
-  if (buffers.wv_t.data == nullptr) return;
-  // (w s V)^T: the saved s V, one row for each rank. A shard has its part of V, and gives its part of dB_d.
-  float* wv_t = q_t;
-  for (std::int64_t i = 0; i < job.rows; ++i) {
-    const BFloat16* v = args_.saved->down_low + SavedDownOffset(job) + i * r2;
-    for (std::int64_t k = 0; k < r2; ++k) wv_t[k * ld + i] = routing_weights[i] * ToFloat(v[k]);
-  }
-  std::vector<const void*> ranks(static_cast<std::size_t>(r2));
-  for (std::int64_t k = 0; k < r2; ++k) ranks[k] = wv_t + k * ld;
-  PackRowsArgs transposed;
-  transposed.rows = ranks.data();
-  transposed.count = r2;
-  transposed.columns = job.rows;
-  transposed.operand = buffers.wv_t;
-  transposed.panels = buffers.wv_t.panels;
-  transposed.tile_columns = buffers.wv_t.columns;
-  kernels.pack_rows(transposed);
 }
 
 void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   const Job& job = jobs[index];
   const BackwardBuffers buffers = BuffersOf(index);
   const TileMatrix down = weights.down_transposed(job.expert, job.shard);
-  std::array<GemmSegment, 3> segments{GemmSegment{down, buffers.d}};
+  Segments segments;
+  segments.Add(down, buffers.d);
   const bool with_lora = lora.down_rank() > 0;
-  if (with_lora) {
-    const TileMatrix& a = LoraOf(job).matrix[kLoraADownT];
-    segments = {segments[0], {a, buffers.q.hi}, {a, buffers.q.lo}};
-  }
+  if (with_lora) segments.Add(LoraOf(job).matrix[kLoraADownT], buffers.q);
   float routing_weights[kMaxChunkRows];
   LoadWeights(job, routing_weights);
 
   DirectGemmArgs gemm;
-  gemm.segments = {segments.data(), with_lora ? std::size_t{3} : std::size_t{1}};
+  gemm.segments = segments;
   gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
   gemm.ldc = gemm.activation_panels * kPanelRows;
   const std::int64_t capacity = RoundUp(job.rows, kTileColumns);

@@ -55,28 +55,51 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
   const double flops = 2.0 * job.rows * lora.input_rank() * InnerOf(job);
   range.AddWork(flops, 0);
   range.Share(Phase::kGU3UpP, flops, 0);
+  const std::int64_t r1 = lora.input_rank();
   for (std::int64_t i = 0; i < job.rows; ++i) {
-    for (std::int64_t k = 0; k < rank; ++k) p[i * rank + k] *= lora.input_scale()[k];
+    for (std::int64_t k = 0; k < r1; ++k) p[i * rank + k] *= lora.input_scale()[k];
   }
   if (buffers.p_t.hi.data != nullptr) {
-    TransposeSmall(p, rank, job.rows, rank, p_t, ld);
-    PackSplit(p_t, rank, job.rows, ld, TileKind::kOperand, buffers.p_t);
+    TransposeSmall(p, rank, job.rows, r1, p_t, ld);
+    PackSplit(p_t, r1, job.rows, ld, TileKind::kOperand, buffers.p_t);
   }
-  PackSplit(p, job.rows, rank, rank, TileKind::kOperand, buffers.p);
+  PackSplit(p, job.rows, r1, rank, TileKind::kOperand, buffers.p);
 }
 
 void BackwardPass::SumHidden(std::int64_t index, std::int64_t part) {
   const Job& job = jobs[index];
   const BackwardBuffers buffers = BuffersOf(index);
   const Range columns = RangeOf(index, Cut::kHidden, part);
-  SumRows(Phase::kGU2PackForLora, Phase::kGU3GateDA, job, kLoraA, buffers.p_t, hidden_, columns);
-  SumRows(Phase::kD4LoraGrad, Phase::kD4LoraGrad, job, kLoraBDownT, {buffers.wv_t, {}}, d_out_, columns);
+  if (lora.wants(kLoraBDownT)) DownGradients(job, buffers, columns);
+  if (lora.wants(kLoraA)) InputGradients(job, buffers, columns);
 }
 
-void BackwardPass::SumRows(Phase pack_phase, Phase phase, const Job& job, LoraMatrix m, const SplitTiles& left,
-                           const RowSource& source, Range columns) {
-  if (!lora.wants(m)) return;
-  // A few tile columns of the source at a time: their row pairs are multiplied while they are in cache, and no copy of all the
+void BackwardPass::DownGradients(const Job& job, const BackwardBuffers& buffers, Range columns) {
+  PhaseRange range(Phase::kD4LoraGrad);
+  const std::int64_t capacity = RoundUp(job.rows, kTileColumns);
+  TileMatrix left = TileMatrix::Activations(nullptr, kTileColumns, capacity);
+  left.data = static_cast<BFloat16*>(ThreadScratch(left.size() * static_cast<std::int64_t>(sizeof(BFloat16))));
+  const GradientSegment segment{left, buffers.wv};
+  GradientGemmArgs gemm;
+  gemm.segments = {&segment, 1};
+  gemm.panels = left.panels;
+  gemm.ldc = lora.padded_down_rank();
+  gemm.accumulate = job.previous >= 0;
+  for (std::int64_t column = columns.begin; column < columns.end; ++column) {
+    TransposePairsArgs transpose;
+    transpose.pairs = buffers.d;
+    transpose.column = column;
+    transpose.transposed = left;
+    kernels.transpose_pairs(transpose);
+    gemm.c = LoraOf(job).gradient[kLoraBDownT] + column * kTileColumns * gemm.ldc;
+    kernels.gradient_gemm(gemm);
+  }
+  const std::int64_t first = columns.begin * kTileColumns, end = std::min(columns.end * kTileColumns, config.hidden_size);
+  range.AddWork(2.0 * job.rows * lora.down_rank() * static_cast<double>(end - first), 0);
+}
+
+void BackwardPass::InputGradients(const Job& job, const BackwardBuffers& buffers, Range columns) {
+  // A few tile columns of the input at a time: their row pairs are multiplied while they are in cache, and no copy of all the
   // job's rows takes cache from its other activations.
   constexpr std::int64_t kColumns = 4;
   TileMatrix right = TileMatrix::RowPairs(nullptr, job.rows, kColumns * kTileColumns);
@@ -86,13 +109,13 @@ void BackwardPass::SumRows(Phase pack_phase, Phase phase, const Job& job, LoraMa
   for (std::int64_t first = columns.begin; first < columns.end; first += kColumns) {
     const std::int64_t count = std::min(kColumns, columns.end - first), column = first * kTileColumns;
     {
-      PhaseRange range(pack_phase);
+      PhaseRange range(Phase::kGU2PackForLora);
       for (std::int64_t i = 0; i < job.rows; ++i) {
-        rows[i] = static_cast<const char*>(source.Row(slots[i] / top_k)) + column * SizeOf(source.dtype);
+        rows[i] = static_cast<const char*>(hidden_.Row(slots[i] / top_k)) + column * SizeOf(hidden_.dtype);
       }
       PackRowsArgs pack;
       pack.rows = rows;
-      pack.dtype = source.dtype;
+      pack.dtype = hidden_.dtype;
       pack.count = job.rows;
       pack.columns = std::min(count * kTileColumns, config.hidden_size - column);
       pack.row_pairs = right;
@@ -100,18 +123,19 @@ void BackwardPass::SumRows(Phase pack_phase, Phase phase, const Job& job, LoraMa
       pack.tile_columns = count;
       kernels.pack_rows(pack);
     }
-    PhaseRange range(phase);
+    PhaseRange range(Phase::kGU3GateDA);
     right.panels = 2 * count;
-    const std::array segments{GradientSegment{left.hi, right}, GradientSegment{left.lo, right}};
+    const std::array segments{GradientSegment{buffers.p_t.hi, right}, GradientSegment{buffers.p_t.lo, right}};
     GradientGemmArgs gemm;
-    gemm.segments = {segments.data(), left.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
-    gemm.panels = CeilDiv(lora.rows(m), kPanelRows);
+    gemm.segments = segments;
+    gemm.panels = CeilDiv(lora.input_rank(), kPanelRows);
     gemm.ldc = padded_hidden;
-    gemm.c = LoraOf(job).gradient[m] + column;
+    gemm.c = LoraOf(job).gradient[kLoraA] + column;
     gemm.accumulate = job.previous >= 0;
     kernels.gradient_gemm(gemm);
     range.AddWork(
-        2.0 * job.rows * lora.rows(m) * static_cast<double>(std::min(count * kTileColumns, config.hidden_size - column)), 0);
+        2.0 * job.rows * lora.input_rank() * static_cast<double>(std::min(count * kTileColumns, config.hidden_size - column)),
+        0);
   }
 }
 
@@ -120,20 +144,17 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   PhaseRange range(Phase::kGU1BasePassGate);
   const Job& job = jobs[index];
   const BackwardBuffers buffers = BuffersOf(index);
-  std::array<GemmSegment, 4> segments{GemmSegment{weights.gate(job.expert, job.shard), buffers.d_gate},
-                                      GemmSegment{weights.up(job.expert, job.shard), buffers.d_up}};
+  Segments segments;
+  segments.Add(weights.gate(job.expert, job.shard), buffers.d_gate);
+  segments.Add(weights.up(job.expert, job.shard), buffers.d_up);
   const bool with_lora = lora.input_rank() > 0;
-  if (with_lora) {
-    const TileMatrix& a = LoraOf(job).matrix[kLoraA];
-    segments[2] = {a, buffers.p.hi};
-    segments[3] = {a, buffers.p.lo};
-  }
+  if (with_lora) segments.Add(LoraOf(job).matrix[kLoraA], buffers.p);
   BFloat16* rows[kMaxChunkRows] = {};
   const std::int32_t* slots = Slots(job);
   for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = RowOf(job.shard, slots[i]);
   const Range columns = RangeOf(index, Cut::kHidden, part);
   UnpackGemmArgs gemm;
-  gemm.segments = {segments.data(), with_lora ? std::size_t{4} : std::size_t{2}};
+  gemm.segments = segments;
   gemm.panels = CeilDiv(job.rows, kPanelRows);
   gemm.first_column = columns.begin;
   gemm.columns = columns.end - columns.begin;

@@ -17,10 +17,10 @@ struct BackwardBuffers {
   SplitTiles p;       ///< operand [rows][R1]: s (dG B_g + dU B_u)
   float* d_weight;    ///< [units of I][rows]: partial sums of dw
 
-  TileMatrix wv_t;  ///< operand [R2][rows]: (w s V)^T, for dB_d
-  SplitTiles p_t;   ///< operand [R1][rows]: P^T, for dA
-  TileMatrix low;   ///< row pairs [rows][R1]: s U_g, s U_u, for dB_g, dB_u
-  SplitTiles wq;    ///< row pairs [rows][R2]: w s Q, for dA_d
+  TileMatrix wv;   ///< row pairs [rows][R2]: w s V, for dB_d
+  SplitTiles p_t;  ///< operand [R1][rows]: P^T, for dA
+  TileMatrix low;  ///< row pairs [rows][R1]: s U_g, s U_u, for dB_g, dB_u
+  SplitTiles wq;   ///< row pairs [rows][R2]: w s Q, for dA_d
 
   /// This job's share of the sums over rows that run along I, fp32 [I][rank] as in ExpertLora: only where an expert's rows are
   /// in several jobs, and used by all but the first of them.
@@ -65,11 +65,10 @@ class BackwardPass : public Pass {
   // backward_gate_up.cc
   void GateUpLora(std::int64_t job, std::int64_t part);  ///< dw; GU3: P
   void SumHidden(std::int64_t job, std::int64_t part);   ///< GU2, GU3: dA; D4: dB_d, for a range of H
-  /// C[r][h] += sum over the job's rows of left[r][row] * source[row][h], for a range of H.
-  void SumRows(Phase pack_phase, Phase phase, const Job& job, LoraMatrix m, const SplitTiles& left, const RowSource& source,
-               Range columns);
-  void GateUpBase(std::int64_t job, std::int64_t part);  ///< GU1 and GU3's dX for a range of H
-  void Merge(std::int64_t first_token);                  ///< GU4; dw, where several shards have a part of it
+  void InputGradients(const Job& job, const BackwardBuffers& buffers, Range columns);  ///< GU2, GU3: dA
+  void DownGradients(const Job& job, const BackwardBuffers& buffers, Range columns);   ///< D4: dB_d
+  void GateUpBase(std::int64_t job, std::int64_t part);                                ///< GU1 and GU3's dX for a range of H
+  void Merge(std::int64_t first_token);  ///< GU4; dw, where several shards have a part of it
   void MergeWeights(std::int64_t first_token, std::int64_t end_token);
 
   const BackwardArgs& args_;

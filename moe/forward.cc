@@ -27,10 +27,13 @@ struct ForwardBuffers {
       tiles.data = carver.Take<BFloat16>(tiles.size());
       return tiles;
     };
+    const auto take_split = [&](std::int64_t rank) {
+      return SplitTiles{take(rank), LoraCall::IsTwice(rank) ? TileMatrix{} : take(rank)};
+    };
     x = take(hidden);
-    low = {take(lora.input_rank()), take(lora.input_rank())};
+    low = take_split(lora.input_rank());
     z = take(inner);
-    v = {take(lora.down_rank()), take(lora.down_rank())};
+    v = take_split(lora.down_rank());
     return carver.used();
   }
 };
@@ -137,13 +140,13 @@ class ForwardPass : public Pass {
     const GemmSegment segment{LoraOf(job).matrix[kLoraA], buffers.x};
     DirectGemmArgs gemm;
     gemm.segments = {&segment, 1};
-    gemm.panels = rank / kPanelRows;
+    gemm.panels = CeilDiv(lora.input_rank(), kPanelRows);
     gemm.activation_panels = panels;
     gemm.c = low_t;
     gemm.ldc = ld;
     kernels.direct_gemm(gemm);
     range.AddWork(2.0 * job.rows * lora.input_rank() * config.hidden_size, 0);
-    TransposeSmall(low_t, ld, rank, job.rows, low, rank);
+    TransposeSmall(low_t, ld, lora.input_rank(), job.rows, low, rank);
     // Every shard needs it and has the same; one saves it.
     BFloat16* saved =
         args_.saved != nullptr && job.shard == 0 ? args_.saved->gate_up_low + job.begin * lora.input_rank() : nullptr;
@@ -168,14 +171,13 @@ class ForwardPass : public Pass {
     const ForwardBuffers buffers = BuffersOf(index);
     const TileMatrix gate = weights.gate(job.expert, job.shard), up = weights.up(job.expert, job.shard);
     const bool with_lora = lora.input_rank() > 0;
-    std::array<GemmSegment, 3> gate_segments{GemmSegment{gate, buffers.x}}, up_segments{GemmSegment{up, buffers.x}};
+    Segments gate_segments, up_segments;
+    gate_segments.Add(gate, buffers.x);
+    up_segments.Add(up, buffers.x);
     if (with_lora) {
-      const TileMatrix& b_gate = LoraOf(job).matrix[kLoraBGate];
-      const TileMatrix& b_up = LoraOf(job).matrix[kLoraBUp];
-      gate_segments = {gate_segments[0], {b_gate, buffers.low.hi}, {b_gate, buffers.low.lo}};
-      up_segments = {up_segments[0], {b_up, buffers.low.hi}, {b_up, buffers.low.lo}};
+      gate_segments.Add(LoraOf(job).matrix[kLoraBGate], buffers.low);
+      up_segments.Add(LoraOf(job).matrix[kLoraBUp], buffers.low);
     }
-    const std::size_t segments = with_lora ? 3 : 1;
     DirectGemmArgs gemm;
     gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
     gemm.ldc = gemm.activation_panels * kPanelRows;
@@ -188,11 +190,11 @@ class ForwardPass : public Pass {
       gemm.panels = std::min<std::int64_t>(2, gate.panels - gemm.first_panel);
       {
         PhaseRange range(Phase::kGateUpGemm);
-        gemm.segments = {gate_segments.data(), segments};
+        gemm.segments = gate_segments;
         gemm.c = gate_sums;
         gemm.prefetch = {up, gemm.first_panel, gemm.panels, 0, up.columns};
         kernels.direct_gemm(gemm);
-        gemm.segments = {up_segments.data(), segments};
+        gemm.segments = up_segments;
         gemm.c = up_sums;
         gemm.prefetch = {};
         if (block + 1 < blocks.end) {
@@ -251,17 +253,15 @@ class ForwardPass : public Pass {
     PhaseRange range(Phase::kDownGemm);
     const Job& job = jobs[index];
     const ForwardBuffers buffers = BuffersOf(index);
-    std::array<GemmSegment, 3> segments{GemmSegment{weights.down_transposed(job.expert, job.shard), buffers.z}};
-    if (lora.down_rank() > 0) {
-      const TileMatrix& b = LoraOf(job).matrix[kLoraBDownT];
-      segments = {segments[0], {b, buffers.v.hi}, {b, buffers.v.lo}};
-    }
+    Segments segments;
+    segments.Add(weights.down_transposed(job.expert, job.shard), buffers.z);
+    if (lora.down_rank() > 0) segments.Add(LoraOf(job).matrix[kLoraBDownT], buffers.v);
     BFloat16* rows[kMaxChunkRows] = {};
     const std::int32_t* slots = Slots(job);
     for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = RowOf(job.shard, slots[i]);
     const Range columns = RangeOf(index, Cut::kHidden, part);
     UnpackGemmArgs gemm;
-    gemm.segments = {segments.data(), lora.down_rank() > 0 ? std::size_t{3} : std::size_t{1}};
+    gemm.segments = segments;
     gemm.panels = CeilDiv(job.rows, kPanelRows);
     gemm.first_column = columns.begin;
     gemm.columns = columns.end - columns.begin;

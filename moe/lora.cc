@@ -1,6 +1,7 @@
 #include "moe/lora.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "cpu_kernels/aligned_buffer.h"
 
@@ -32,12 +33,28 @@ LoraCall::LoraCall(const LayerConfig& config, const Shard& shard, std::span<cons
       pieces_[m].rows = shard.size;
       pieces_[m].columns = padded_input_rank();
     }
+    if (IsTwice(input_rank_)) {
+      for (LoraMatrix m : {kLoraA, kLoraBGate, kLoraBUp}) RepeatRanks(m);
+    }
   }
   if (down_rank_ > 0) {
     pieces_[kLoraADownT].rows = shard.size;
     pieces_[kLoraADownT].columns = padded_down_rank();
     pieces_[kLoraBDownT].rows = padded_down_rank();
     pieces_[kLoraBDownT].columns = config.hidden_size;
+    if (IsTwice(down_rank_)) {
+      for (LoraMatrix m : {kLoraADownT, kLoraBDownT}) RepeatRanks(m);
+    }
+  }
+}
+
+void LoraCall::RepeatRanks(LoraMatrix m) {
+  std::vector<Piece>& parameters = pieces_[m].parameters;
+  const std::size_t count = parameters.size();
+  for (std::size_t i = 0; i < count; ++i) {
+    Piece copy = parameters[i];
+    (m == kLoraA || m == kLoraBDownT ? copy.row : copy.column) += kPanelRows;
+    parameters.push_back(copy);
   }
 }
 
@@ -50,7 +67,14 @@ void LoraCall::AddPiece(LoraMatrix m, const TensorView& view, const TensorView* 
     return Piece{data, v.dtype, v.stride[0], v.stride[1], v.stride[2], row, column, v.shape[1], v.shape[2]};
   };
   pieces_[m].parameters.push_back(piece(view));
-  if (gradient != nullptr && gradient->defined()) pieces_[m].gradients.push_back(piece(*gradient));
+  if (gradient == nullptr || !gradient->defined()) return;
+  Piece target = piece(*gradient);
+  if (m == kLoraBDownT) {
+    std::swap(target.row_stride, target.column_stride);
+    std::swap(target.row, target.column);
+    std::swap(target.rows, target.columns);
+  }
+  pieces_[m].gradients.push_back(target);
 }
 
 void LoraCall::AddPair(const LoraPair& pair, const LoraPairGrad* gradient, bool gate, bool up) {
@@ -129,6 +153,12 @@ LoraCall::Tiles LoraCall::TilesOf(LoraMatrix m, const Strips& strips) const {
   const std::int64_t begin = strips.begin * kSuperblock, end = strips.end * kSuperblock;
   if (columns > panels) return {0, panels, begin, std::min(end, columns)};
   return {begin, std::min(end, panels), 0, columns};
+}
+
+LoraCall::Tiles LoraCall::GradientTilesOf(LoraMatrix m, const Strips& strips) const {
+  const Tiles tiles = TilesOf(m, strips);
+  if (m != kLoraBDownT) return tiles;
+  return {2 * tiles.first_column, 2 * tiles.end_column, tiles.first_panel / 2, CeilDiv(tiles.end_panel, 2)};
 }
 
 }  // namespace moesaic::moe

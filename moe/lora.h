@@ -11,6 +11,9 @@
 //
 // (On several NUMA nodes: of I, the node's shard; the other two once for each node.)
 //
+// Where all ranks of a side fit half a tile, it holds them twice: rank k is k and 16 + k. So a rank-wide intermediate in two
+// parts (SplitTiles) takes one step of a contraction and not two.
+//
 // Scales are not part of them: they are folded into the rank-wide intermediates while those are fp32.
 //
 // The parameters are read anew in every call, in any strides. PEFT keeps B rank-major, with the experts innermost: neighbouring
@@ -35,8 +38,8 @@ inline constexpr int kNumLoraMatrices = 5;
 /// Most experts that are packed together. (A group is smaller where the adapters of so many would not fit the scratch memory.)
 inline constexpr std::int64_t kLoraGroup = 16;
 
-/// One expert's adapters in tiles, for one shard of I, and where their gradients add up: fp32 [rows][columns] of the same
-/// (padded) matrix, null where no gradient is wanted.
+/// One expert's adapters in tiles, for one shard of I, and where their gradients add up: fp32
+/// [gradient_rows][gradient_columns], padded like the matrices; null where no gradient is wanted.
 struct ExpertLora {
   std::array<TileMatrix, kNumLoraMatrices> matrix;
   std::array<float*, kNumLoraMatrices> gradient{};
@@ -55,6 +58,8 @@ class LoraCall {
   std::int64_t padded_input_rank() const { return RoundUp(input_rank_, kTileColumns); }
   std::int64_t padded_down_rank() const { return RoundUp(down_rank_, kTileColumns); }
   bool any() const { return input_rank_ + down_rank_ > 0; }
+  /// Whether the matrices of that rank hold it twice.
+  static bool IsTwice(std::int64_t rank) { return rank <= kPanelRows; }
 
   /// Scale of each rank, zero in the padding: [padded_input_rank()] and [padded_down_rank()].
   const float* input_scale() const { return input_scale_.data(); }
@@ -66,6 +71,9 @@ class LoraCall {
   /// Rows and columns of a packed matrix and of its gradient; 0 rows where there is no such adapter.
   std::int64_t rows(LoraMatrix m) const { return pieces_[m].rows; }
   std::int64_t columns(LoraMatrix m) const { return pieces_[m].columns; }
+  /// The gradient of b_down_t adds up as [H, R2], that of the parameter.
+  std::int64_t gradient_rows(LoraMatrix m) const { return m == kLoraBDownT ? columns(m) : rows(m); }
+  std::int64_t gradient_columns(LoraMatrix m) const { return m == kLoraBDownT ? rows(m) : columns(m); }
 
   /// Bytes of one expert's matrices, and of its gradients.
   std::int64_t expert_bytes() const;
@@ -123,6 +131,7 @@ class LoraCall {
     std::int64_t first_panel, end_panel, first_column, end_column;
   };
   Tiles TilesOf(LoraMatrix m, const Strips& strips) const;
+  Tiles GradientTilesOf(LoraMatrix m, const Strips& strips) const;
 
   /// A tile of fp32, and the part of it that a piece covers (rows and columns of the whole matrix).
   using Tile = float[kPanelRows][kTileColumns];
@@ -165,6 +174,8 @@ class LoraCall {
   };
   void AddPiece(LoraMatrix m, const TensorView& view, const TensorView* gradient, bool transposed, const Slice& slice,
                 std::int64_t row, std::int64_t column);
+  /// A second copy of each parameter, kPanelRows ranks on.
+  void RepeatRanks(LoraMatrix m);
 
   LayerConfig config_;
   Shard shard_;

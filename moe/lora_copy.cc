@@ -248,8 +248,8 @@ void LoraCall::LoadScattered(const Piece& piece, const Block& block, const PackC
 
 void LoraCall::AddGradients(LoraMatrix m, const Strips& strips, std::span<const ExpertLora> from,
                             std::span<const ExpertLora> to) const {
-  const Tiles tiles = TilesOf(m, strips);
-  const std::int64_t ld = RoundUp(pieces_[m].columns, kTileColumns);
+  const Tiles tiles = GradientTilesOf(m, strips);
+  const std::int64_t ld = RoundUp(gradient_columns(m), kTileColumns);
   const std::int64_t first = tiles.first_column * kTileColumns, end = tiles.end_column * kTileColumns;
   for (std::size_t x = 0; x < to.size(); ++x) {
     const float* addend = from[x].gradient[m];
@@ -263,9 +263,10 @@ void LoraCall::AddGradients(LoraMatrix m, const Strips& strips, std::span<const 
 
 void LoraCall::WriteGradients(LoraMatrix m, const Strips& strips, std::int64_t first_expert,
                               std::span<const ExpertLora> sources) const {
-  const std::int64_t ld = RoundUp(pieces_[m].columns, kTileColumns);
+  const std::int64_t ld = RoundUp(gradient_columns(m), kTileColumns);
+  const Tiles tiles = GradientTilesOf(m, strips);
   for (const Piece& piece : pieces_[m].gradients) {
-    const WriteCall call{m, Intersect(piece, TilesOf(m, strips)), ld, first_expert, sources};
+    const WriteCall call{m, Intersect(piece, tiles), ld, first_expert, sources};
     if (call.block.rows <= 0 || call.block.columns <= 0) continue;
     switch (AxisOf(piece)) {
       case Axis::kColumns:

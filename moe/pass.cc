@@ -183,6 +183,16 @@ void Pass::PackSplit(float* values, std::int64_t rows, std::int64_t columns, std
   pack.tile_columns = row_pairs ? CeilDiv(tiles.hi.panels, 2) : tiles.hi.columns;
   TileMatrix& out = row_pairs ? pack.row_pairs : kind == TileKind::kPairs ? pack.pairs : pack.operand;
   out = tiles.hi;
+  if (tiles.lo.data == nullptr) {
+    for (std::int64_t i = 0; i < rows; ++i) {
+      float* row = values + i * ld;
+      std::fill(row + columns, row + kPanelRows, 0.0f);
+      for (std::int64_t k = 0; k < kPanelRows; ++k) row[kPanelRows + k] = row[k] - ToFloat(ToBFloat16(row[k]));
+    }
+    pack.columns = kTileColumns;
+    kernels.pack_rows(pack);
+    return;
+  }
   kernels.pack_rows(pack);
   for (std::int64_t i = 0; i < rows; ++i) {
     for (std::int64_t k = 0; k < columns; ++k) values[i * ld + k] -= ToFloat(ToBFloat16(values[i * ld + k]));

@@ -11,6 +11,7 @@
 // bounds memory whatever the number of tokens.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -66,10 +67,24 @@ struct Stage {
 /// A rank-wide intermediate in two bf16 parts, hi + lo: together they carry 16 bits of each value. One number of it stands in
 /// for a whole row of the result, so that its rounding error does not average out as those of wide operands do; with a small
 /// rank and strong adapters a single part was measured to put 2.5e-3 of relative error on its own into the outputs. The second
-/// part is one more step of the contraction.
+/// part is one more step of the contraction, or, in the matrices of a rank that the adapters hold twice (moe/lora.h), the other
+/// half of the same step: `hi` then has both, and `lo` is empty.
 struct SplitTiles {
   TileMatrix hi;
   TileMatrix lo;
+};
+
+/// The sum of products that one result is.
+struct Segments {
+  std::array<GemmSegment, 4> segment{};
+  std::size_t count = 0;
+
+  void Add(const TileMatrix& weights, const TileMatrix& activations) { segment[count++] = {weights, activations}; }
+  void Add(const TileMatrix& weights, const SplitTiles& activations) {
+    Add(weights, activations.hi);
+    if (activations.lo.data != nullptr) Add(weights, activations.lo);
+  }
+  operator std::span<const GemmSegment>() const { return {segment.data(), count}; }  // NOLINT: it is that span
 };
 
 class Pass {
@@ -145,7 +160,8 @@ class Pass {
   /// lie a multiple of 1 KB apart and share cache sets. (Measured: 5 to 15% of the GEMM that writes them.)
   std::int64_t row_pitch() const { return padded_hidden + (padded_hidden % 512 == 0 ? kTileColumns : 0); }
 
-  /// Lays [rows][columns] fp32 out as hi and lo tiles. `values` [rows][ld] is overwritten.
+  /// Lays [rows][columns] fp32 out as hi and lo tiles, or as both in one. `values` [rows][ld] is overwritten; ld is at least
+  /// a tile's columns for the latter.
   enum class TileKind { kOperand, kPairs, kRowPairs };
   void PackSplit(float* values, std::int64_t rows, std::int64_t columns, std::int64_t ld, TileKind kind,
                  const SplitTiles& tiles) const;

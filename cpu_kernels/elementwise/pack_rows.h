@@ -80,15 +80,15 @@ MOESAIC_INLINE void PermuteTileRow(const BFloat16* in, BFloat16* out) {
 }
 
 /// Rows are gathered from all over the tensor, sixteen at a time: too many places for the hardware to run ahead in. This many
-/// tiles, in the order in which they are filled.
-inline constexpr std::int64_t kPrefetchTiles = 8;
+/// tiles, in the order in which they are filled. (To L2: to L1, or 8 tiles ahead, took a tenth longer.)
+inline constexpr std::int64_t kPrefetchTiles = 16;
 
 MOESAIC_INLINE void Prefetch(const PackRowsArgs& args, std::int64_t row, std::int64_t column) {
   if (row >= args.count || args.rows[row] == nullptr || column >= args.columns) return;
   const std::int64_t size = args.dtype == DType::kFloat32 ? 4 : 2;
   const char* line = static_cast<const char*>(args.rows[row]) + column * size;
-  __builtin_prefetch(line);
-  if (size == 4) __builtin_prefetch(line + 64);
+  __builtin_prefetch(line, 0, 2);
+  if (size == 4) __builtin_prefetch(line + 64, 0, 2);
 }
 
 inline void PackRows(const PackRowsArgs& args) {

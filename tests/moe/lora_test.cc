@@ -216,9 +216,11 @@ void ForStrips(const LoraCall& lora, LoraMatrix m, std::mt19937_64& random, Visi
 }
 
 void ExpectPacked(const LoraProblem& problem, LoraMatrix m, std::int64_t expert, const TileMatrix& tiles) {
+  const bool wide = m == kLoraA || m == kLoraBDownT, down = m == kLoraADownT || m == kLoraBDownT;
+  const bool twice = (down ? problem.down_rank : problem.input_rank) <= kPanelRows;
   for (std::int64_t i = 0; i < tiles.panels * kPanelRows; ++i) {
     for (std::int64_t j = 0; j < tiles.columns * kTileColumns; ++j) {
-      const Source source = problem.Get(m, i, j);
+      const Source source = problem.Get(m, twice && wide ? i % kPanelRows : i, twice && !wide ? j % kPanelRows : j);
       const float value =
           source.parameter != nullptr ? LoadFloat(source.parameter->value.view, expert, source.i, source.j) : 0.0f;
       const BFloat16 packed =
@@ -278,8 +280,9 @@ TEST_P(LoraTest, EveryLayoutToTilesAndBack) {
               const float* sums = expert.gradient[m];
               std::size_t p = 0;
               while (problem.parameters[p].get() != source.parameter) ++p;
-              StoreFloat(expected_views[p], first + x, source.i, source.j,
-                         sums != nullptr ? sums[r * RoundUp(columns, kTileColumns) + c] : 0.0f);
+              const std::int64_t at =
+                  m == kLoraBDownT ? c * RoundUp(rows, kTileColumns) + r : r * RoundUp(columns, kTileColumns) + c;
+              StoreFloat(expected_views[p], first + x, source.i, source.j, sums != nullptr ? sums[at] : 0.0f);
             }
           }
         }
