@@ -1,5 +1,5 @@
-// The part of DLPack 0.8 (https://dmlc.github.io/dlpack/latest/c_api.html) that hands memory to PyTorch. The layout of these
-// structs is the standard's, and so are their names.
+// The part of DLPack 1.3 (https://dmlc.github.io/dlpack/latest/c_api.html) that exchanges memory with PyTorch. The layout of
+// these structs is the standard's, and so are their names.
 #pragma once
 
 #include <cstdint>
@@ -34,5 +34,34 @@ struct DLManagedTensor {
   DLTensor dl_tensor;
   void* manager_ctx;
   void (*deleter)(DLManagedTensor* self);
+};
+
+struct DLPackVersion {
+  std::uint32_t major;
+  std::uint32_t minor;
+};
+
+struct DLManagedTensorVersioned {
+  DLPackVersion version;
+  void* manager_ctx;
+  void (*deleter)(DLManagedTensorVersioned* self);
+  std::uint64_t flags;
+  DLTensor dl_tensor;
+};
+
+/// Functions of a library of tensors, for objects of exactly the type that gave them. They return 0, or -1 with a Python error
+/// set. Null where the library has none.
+struct DLPackExchangeAPI {
+  struct {
+    DLPackVersion version;
+    void* prev_api;
+  } header;
+  void* managed_tensor_allocator;
+  void* managed_tensor_from_py_object_no_sync;
+  /// Takes the tensor over, in any case.
+  int (*managed_tensor_to_py_object_no_sync)(DLManagedTensorVersioned* tensor, void** object);
+  /// What `out` points to belongs to the object.
+  int (*dltensor_from_py_object_no_sync)(void* object, DLTensor* out);
+  void* current_work_stream;
 };
 }

@@ -42,12 +42,53 @@ constexpr std::array<PairField, 4> kPairFields = {{
     {"down.a", "down.b", &moe::LoraAdapter::down, &moe::LoraAdapterGrad::down},
 }};
 
-/// Adapters as Python hands them over: `tensors` is (a, b, a, b, ...), and the n-th entry (adapter, field, scale) of `layout`
-/// says what the n-th pair is.
+std::string ShapeOf(const TensorView& view) {
+  std::string text = "[";
+  for (int d = 0; d < view.rank; ++d) text += (d == 0 ? "" : ", ") + std::to_string(view.shape[static_cast<std::size_t>(d)]);
+  return text + "]";
+}
+
+/// PEFT's A of all experts, [E * r, in] with row e * r + k, as [E, r, in].
+TensorView SplitA(const TensorView& fused, std::int64_t experts, const ArgumentName& name) {
+  if (fused.rank != 2 || fused.shape[0] % experts != 0) {
+    throw std::invalid_argument(name.ToString() + " has shape " + ShapeOf(fused) +
+                                "; expected [E * r, in] with E = " + std::to_string(experts));
+  }
+  const std::int64_t rank = fused.shape[0] / experts;
+  return {
+      fused.data, fused.dtype, 3, {experts, rank, fused.shape[1]}, {rank * fused.stride[0], fused.stride[0], fused.stride[1]}};
+}
+
+/// PEFT's B of all experts, [out, r * E] with column k * E + e, as [E, out, r].
+TensorView SplitB(const TensorView& fused, std::int64_t experts, const ArgumentName& name) {
+  if (fused.rank != 2 || fused.shape[1] % experts != 0) {
+    throw std::invalid_argument(name.ToString() + " has shape " + ShapeOf(fused) +
+                                "; expected [out, r * E] with E = " + std::to_string(experts));
+  }
+  return {fused.data,
+          fused.dtype,
+          3,
+          {experts, fused.shape[0], fused.shape[1] / experts},
+          {fused.stride[1], fused.stride[0], experts * fused.stride[1]}};
+}
+
+/// Adapters as Python hands them over: `tensors` is (a, b, a, b, ...), and the n-th entry (adapter, field, scale, experts) of
+/// `layout` says what the n-th pair is; experts: 0, or their number where both tensors are PEFT's matrices of all experts.
 struct LoraArguments {
+  /// A pair as it was given, and which pair of which adapter it is.
   struct Place {
     std::size_t adapter;
     const PairField* field;
+    std::int64_t experts;
+    TensorView a;
+    TensorView b;
+
+    ArgumentName AName() const { return {field->a_name, static_cast<std::int64_t>(adapter)}; }
+    ArgumentName BName() const { return {field->b_name, static_cast<std::int64_t>(adapter)}; }
+    /// Of the tensor or of its gradient; an undefined one stays undefined.
+    TensorView SplitA(const TensorView& view) const { return Split(view) ? bindings::SplitA(view, experts, AName()) : view; }
+    TensorView SplitB(const TensorView& view) const { return Split(view) ? bindings::SplitB(view, experts, BName()) : view; }
+    bool Split(const TensorView& view) const { return experts != 0 && view.defined(); }
   };
   std::vector<moe::LoraAdapter> adapters;
   std::vector<Place> places;
@@ -61,15 +102,12 @@ struct LoraArguments {
     for (std::size_t n = 0; n < layout.size(); ++n) {
       const auto entry = py::reinterpret_borrow<py::tuple>(PyTuple_GET_ITEM(layout.ptr(), static_cast<Py_ssize_t>(n)));
       const auto adapter = entry[0].cast<std::size_t>();
-      const PairField& field = kPairFields.at(entry[1].cast<std::size_t>());
       if (adapter >= adapters.size()) adapters.resize(adapter + 1);
-      places.push_back({adapter, &field});
-      moe::LoraPair& pair = adapters[adapter].*field.pair;
-      const auto index = static_cast<std::int64_t>(adapter);
-      pair.a = ViewOf(PyTuple_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(2 * n)), {field.a_name, index}, kActivationTypes);
-      pair.b =
-          ViewOf(PyTuple_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(2 * n + 1)), {field.b_name, index}, kActivationTypes);
-      pair.scale = entry[2].cast<float>();
+      Place& place = places.emplace_back(
+          Place{adapter, &kPairFields.at(entry[1].cast<std::size_t>()), entry[3].cast<std::int64_t>(), {}, {}});
+      place.a = ViewOf(PyTuple_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(2 * n)), place.AName(), kActivationTypes);
+      place.b = ViewOf(PyTuple_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(2 * n + 1)), place.BName(), kActivationTypes);
+      adapters[adapter].*place.field->pair = {place.SplitA(place.a), place.SplitB(place.b), entry[2].cast<float>()};
     }
   }
 };
@@ -199,11 +237,10 @@ class Layer {
     args.d_hidden = (d_hidden = gradient(0, args.hidden)).view();
     args.d_weights = (d_weights = gradient(1, args.weights)).view();
     for (std::size_t n = 0; n < lora.places.size(); ++n) {
-      const auto& [adapter, field] = lora.places[n];
-      const moe::LoraPair& pair = lora.adapters[adapter].*field->pair;
-      moe::LoraPairGrad& grad = d_adapters[adapter].*field->grad;
-      grad.a = (d_lora[2 * n] = gradient(2 + 2 * n, pair.a)).view();
-      grad.b = (d_lora[2 * n + 1] = gradient(3 + 2 * n, pair.b)).view();
+      const LoraArguments::Place& place = lora.places[n];
+      moe::LoraPairGrad& grad = d_adapters[place.adapter].*place.field->grad;
+      grad.a = place.SplitA((d_lora[2 * n] = gradient(2 + 2 * n, place.a)).view());
+      grad.b = place.SplitB((d_lora[2 * n + 1] = gradient(3 + 2 * n, place.b)).view());
     }
     args.d_lora = d_adapters;
     {

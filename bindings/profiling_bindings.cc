@@ -103,6 +103,7 @@ void BindProfiling(py::module_& module) {
       py::arg("name"), py::arg("category"), py::arg("begin_ns"), py::arg("ns"), py::arg("bytes"));
   module.def("pool_snapshot", [] { return ToDict(profiling::PoolSnapshot()); });
   module.def("mark_entry", &profiling::MarkEntry);
+  module.def("mark_exit", &profiling::MarkExit);
   module.def("calls", [] {
     const profiling::CallSnapshot snapshot = profiling::Calls();
     return py::make_tuple(ToList(snapshot.calls), snapshot.dropped);

@@ -17,6 +17,8 @@ namespace {
 /// What is looked up in torch once and kept for the life of the process.
 struct Torch {
   py::object tensor_type;
+  py::object parameter_type;
+  const DLPackExchangeAPI* exchange = nullptr;  // null before PyTorch 2.10
   py::object from_dlpack;
   py::object uint8;
   std::array<std::pair<py::object, DType>, 5> dtypes;
@@ -31,6 +33,8 @@ struct Torch {
   Torch() {
     const py::module_ torch = py::module_::import("torch");
     tensor_type = torch.attr("Tensor");
+    parameter_type = torch.attr("nn").attr("Parameter");
+    exchange = FindExchange();
     from_dlpack = py::module_::import("torch.utils.dlpack").attr("from_dlpack");
     uint8 = torch.attr("uint8");
     dtypes = {{{torch.attr("bfloat16"), DType::kBFloat16},
@@ -38,6 +42,16 @@ struct Torch {
                {torch.attr("int64"), DType::kInt64},
                {torch.attr("int32"), DType::kInt32},
                {torch.attr("float16"), DType::kFloat16}}};
+  }
+
+  const DLPackExchangeAPI* FindExchange() const {
+    if (!py::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return nullptr;
+    const py::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
+    if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
+    const auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    const bool usable = api->header.version.major == 1 && api->managed_tensor_to_py_object_no_sync != nullptr &&
+                        api->dltensor_from_py_object_no_sync != nullptr;
+    return usable ? api : nullptr;
   }
 
   static py::str Intern(const char* text) { return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(text)); }
@@ -56,6 +70,25 @@ py::object Attribute(py::handle object, const py::str& name) {
 py::object CallMethod(py::handle object, const py::str& name) {
   return py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object.ptr(), name.ptr()));
 }
+
+/// What DLPack says of an ordinary tensor in dense CPU memory, in one call instead of one for each property: seven tensors come
+/// with a call of the layer, and right after a pass over the weights no cache holds any of what those properties run through.
+/// False for everything else; the checks below then say what it is.
+bool Describe(py::handle object, DLTensor* tensor) {
+  const Torch& torch = Torch::Get();
+  const py::handle type(reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())));
+  if (torch.exchange == nullptr || !(type.is(torch.tensor_type) || type.is(torch.parameter_type))) return false;
+  if (torch.exchange->dltensor_from_py_object_no_sync(object.ptr(), tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (tensor->device.device_type != kDLCPU || tensor->ndim < 1 || tensor->ndim > 3 || tensor->strides == nullptr) return false;
+  const py::object negated = CallMethod(object, torch.is_neg);  // which DLPack cannot tell
+  if (!negated) PyErr_Clear();
+  return negated.ptr() == Py_False;
+}
+
+std::byte* DataOf(const DLTensor& tensor) { return static_cast<std::byte*>(tensor.data) + tensor.byte_offset; }
 
 /// Turns the Python error that is set, as a sparse or a fake tensor raises one, into one that names the argument.
 [[noreturn]] void FailNotDense(const ArgumentName& name) {
@@ -120,6 +153,21 @@ DLDataType ToDLPack(DType dtype) {
   return {kDLFloat, 32, 1};
 }
 
+/// False where the engine has no such type.
+bool FromDLPack(const DLTensor& tensor, TensorView* view) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32, DType::kInt64, DType::kInt32, DType::kFloat16}) {
+    const DLDataType type = ToDLPack(dtype);
+    if (tensor.dtype.code != type.code || tensor.dtype.bits != type.bits || tensor.dtype.lanes != type.lanes) continue;
+    view->data = DataOf(tensor);
+    view->dtype = dtype;
+    view->rank = tensor.ndim;
+    std::copy_n(tensor.shape, tensor.ndim, view->shape.begin());
+    std::copy_n(tensor.strides, tensor.ndim, view->stride.begin());
+    return true;
+  }
+  return false;
+}
+
 /// Dense strides for view->shape in the order of view->stride: the dimension with the smallest stride stays innermost. Expanded
 /// dimensions (stride 0) become the outermost ones, equal strides fall back to row-major order.
 void MakeDense(TensorView* view) {
@@ -148,6 +196,8 @@ void LoadTorch() { Torch::Get(); }
 std::string ArgumentName::ToString() const { return adapter < 0 ? base : "lora[" + std::to_string(adapter) + "]." + base; }
 
 TensorView ViewOf(py::handle object, const ArgumentName& name, const char* expected_types) {
+  TensorView view;
+  if (DLTensor tensor; Describe(object, &tensor) && FromDLPack(tensor, &view)) return view;
   CheckTensor(object, name);
   const Torch& torch = Torch::Get();
   const py::object dtype = Attribute(object, torch.dtype);
@@ -155,13 +205,17 @@ TensorView ViewOf(py::handle object, const ArgumentName& name, const char* expec
   if (known == torch.dtypes.end()) {
     throw std::invalid_argument(name.ToString() + " is " + Text(dtype) + "; expected " + expected_types);
   }
-  TensorView view;
   view.dtype = known->second;
   ReadGeometry(object, name, &view);
   return view;
 }
 
 void* BytesOf(py::handle object, const ArgumentName& name, std::int64_t bytes) {
+  if (DLTensor tensor; Describe(object, &tensor) && tensor.dtype.code == kDLUInt && tensor.dtype.bits == 8 &&
+                       tensor.dtype.lanes == 1 && tensor.ndim == 1 && tensor.shape[0] == bytes &&
+                       (tensor.strides[0] == 1 || bytes <= 1)) {
+    return DataOf(tensor);
+  }
   CheckTensor(object, name);
   TensorView view;
   ReadGeometry(object, name, &view);
@@ -175,54 +229,52 @@ void* BytesOf(py::handle object, const ArgumentName& name, std::int64_t bytes) {
   return view.data;
 }
 
-/// The DLPack tensor and what its pointers point to.
+/// The memory of a tensor, and what DLPack says of it: in the form that PyTorch takes from a function, and in the older one
+/// that it takes from a capsule.
 struct OutputTensor::Managed {
-  DLManagedTensor tensor;
+  DLManagedTensorVersioned versioned;
+  DLManagedTensor capsuled;
   std::array<std::int64_t, 3> shape;
   std::array<std::int64_t, 3> stride;
   std::int64_t bytes;
 
-  static void Free(DLManagedTensor* tensor) {
-    auto* self = static_cast<Managed*>(tensor->manager_ctx);
-    Arena::Default().Release(self->tensor.dl_tensor.data, self->bytes);
+  static void Free(void* managed) {
+    auto* self = static_cast<Managed*>(managed);
+    Arena::Default().Release(self->versioned.dl_tensor.data, self->bytes);
     delete self;
   }
 };
 
-void OutputTensor::Deleter::operator()(Managed* managed) const { Managed::Free(&managed->tensor); }
+void OutputTensor::Deleter::operator()(Managed* managed) const { Managed::Free(managed); }
 
-OutputTensor::OutputTensor(const TensorView& layout, std::int64_t element_bytes) : view_(layout) {
+OutputTensor::OutputTensor(const TensorView& layout, DLDataType type) : view_(layout) {
   auto managed = std::make_unique<Managed>();
   managed->shape = layout.shape;
   managed->stride = layout.stride;
-  managed->bytes = Elements(layout) * element_bytes;
-  managed->tensor.dl_tensor = {Arena::Default().Allocate(managed->bytes),
-                               {kDLCPU, 0},
-                               layout.rank,
-                               ToDLPack(layout.dtype),
-                               managed->shape.data(),
-                               managed->stride.data(),
-                               0};
-  managed->tensor.manager_ctx = managed.get();
-  managed->tensor.deleter = &Managed::Free;
-  view_.data = managed->tensor.dl_tensor.data;
+  managed->bytes = Elements(layout) * (type.bits / 8);
+  view_.data = Arena::Default().Allocate(managed->bytes);
+  managed->versioned = {{1, 0},
+                        managed.get(),
+                        [](DLManagedTensorVersioned* self) { Managed::Free(self->manager_ctx); },
+                        0,
+                        {view_.data, {kDLCPU, 0}, layout.rank, type, managed->shape.data(), managed->stride.data(), 0}};
+  managed->capsuled = {managed->versioned.dl_tensor, managed.get(),
+                       [](DLManagedTensor* self) { Managed::Free(self->manager_ctx); }};
   managed_.reset(managed.release());
 }
 
 OutputTensor OutputTensor::Like(const TensorView& like) {
   TensorView layout = like;
   MakeDense(&layout);
-  return OutputTensor(layout, SizeOf(layout.dtype));
+  return OutputTensor(layout, ToDLPack(layout.dtype));
 }
 
 OutputTensor OutputTensor::Contiguous(DType dtype, std::int64_t rows, std::int64_t columns) {
-  return OutputTensor({nullptr, dtype, 2, {rows, columns, 0}, {columns, 1, 0}}, SizeOf(dtype));
+  return OutputTensor({nullptr, dtype, 2, {rows, columns, 0}, {columns, 1, 0}}, ToDLPack(dtype));
 }
 
 OutputTensor OutputTensor::Bytes(std::int64_t bytes) {
-  OutputTensor tensor({nullptr, DType::kFloat32, 1, {bytes, 0, 0}, {1, 0, 0}}, 1);
-  tensor.managed_->tensor.dl_tensor.dtype = {kDLUInt, 8, 1};
-  return tensor;
+  return OutputTensor({nullptr, DType::kFloat32, 1, {bytes, 0, 0}, {1, 0, 0}}, {kDLUInt, 8, 1});
 }
 
 OutputTensor OutputTensor::Into(py::handle tensor, const ArgumentName& name, const char* expected_types) {
@@ -235,15 +287,23 @@ OutputTensor OutputTensor::Into(py::handle tensor, const ArgumentName& name, con
 py::object OutputTensor::ToTorch() {
   if (given_) return std::exchange(given_, {});
   if (!defined()) return py::none();
+  const Torch& torch = Torch::Get();
+  if (torch.exchange != nullptr) {
+    void* object = nullptr;
+    if (torch.exchange->managed_tensor_to_py_object_no_sync(&managed_.release()->versioned, &object) != 0) {
+      throw py::error_already_set();
+    }
+    return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+  }
   // PyTorch renames the capsule when it takes the tensor over; one that still has its name was not taken.
-  PyObject* capsule = PyCapsule_New(&managed_->tensor, "dltensor", [](PyObject* self) {
+  PyObject* capsule = PyCapsule_New(&managed_->capsuled, "dltensor", [](PyObject* self) {
     if (!PyCapsule_IsValid(self, "dltensor")) return;
     auto* tensor = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
     tensor->deleter(tensor);
   });
   if (capsule == nullptr) throw py::error_already_set();
   [[maybe_unused]] const auto* released = managed_.release();  // PyTorch's now, or the capsule's
-  return Torch::Get().from_dlpack(py::reinterpret_steal<py::object>(capsule));
+  return torch.from_dlpack(py::reinterpret_steal<py::object>(capsule));
 }
 
 }  // namespace moesaic::bindings

@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 
+#include "bindings/dlpack.h"
 #include "cpu_kernels/tensor_view.h"
 
 namespace moesaic::bindings {
@@ -51,7 +52,7 @@ class OutputTensor {
   static OutputTensor Into(pybind11::handle tensor, const ArgumentName& name, const char* expected_types);
 
   bool defined() const { return managed_ != nullptr || given_; }
-  /// Undefined for an undefined tensor and for Bytes().
+  /// Undefined for an undefined tensor; that of Bytes() has no type.
   const TensorView& view() const { return view_; }
   void* data() const { return view_.data; }
 
@@ -63,7 +64,7 @@ class OutputTensor {
   struct Deleter {
     void operator()(Managed* managed) const;
   };
-  OutputTensor(const TensorView& layout, std::int64_t element_bytes);
+  OutputTensor(const TensorView& layout, DLDataType type);
 
   std::unique_ptr<Managed, Deleter> managed_;
   pybind11::object given_;

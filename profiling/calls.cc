@@ -18,6 +18,7 @@ struct State {
   std::mutex mutex;
   PoolTotals pool;
   CallSnapshot calls;
+  std::int64_t resets = 0;
   std::set<std::pair<int, CallKind>> seen;  // since the process began
 
   static State& Get() {
@@ -32,6 +33,13 @@ struct State {
 thread_local PoolTotals own_pool;  // runs that this thread waited for
 thread_local std::int64_t entry_ns = 0;
 thread_local std::int64_t own_jobs = 0;
+
+// The last call that this thread recorded: its place, and the resets before it; -1: none.
+struct LastCall {
+  std::int64_t place = -1;
+  std::int64_t resets = 0;
+};
+thread_local LastCall last_call;
 
 template <typename Operation>
 void Combine(PoolTotals& a, const PoolTotals& b, Operation operation) {
@@ -109,10 +117,23 @@ CallTimer::~CallTimer() {
     ++state.calls.dropped;
   } else {
     state.calls.calls.push_back(record_);
+    last_call = {static_cast<std::int64_t>(state.calls.calls.size()) - 1, state.resets};
   }
 }
 
-void MarkEntry() { entry_ns = TimersEnabled() ? Now() : 0; }
+void MarkEntry() {
+  entry_ns = TimersEnabled() ? Now() : 0;
+  last_call.place = -1;
+}
+
+void MarkExit() {
+  const LastCall last = std::exchange(last_call, {});
+  if (last.place < 0) return;
+  const std::int64_t now = Now();
+  State& state = State::Get();
+  const std::lock_guard lock(state.mutex);
+  if (last.resets == state.resets) state.calls.calls[static_cast<std::size_t>(last.place)].end_ns = now;
+}
 
 void NoteJobs(std::int64_t jobs) { own_jobs = jobs; }
 
@@ -127,6 +148,7 @@ void ResetCalls() {
   const std::lock_guard lock(state.mutex);
   state.pool = {};
   state.calls = {};
+  ++state.resets;
 }
 
 }  // namespace moesaic::profiling

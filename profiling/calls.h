@@ -52,7 +52,7 @@ struct CallRecord {
 };
 
 /// Records a call of the calling thread while timers are on. Begins at the last MarkEntry() of the thread, if there was one
-/// since its last call, else now.
+/// since its last call, else now; ends with its scope, or later with MarkExit().
 class CallTimer {
  public:
   CallTimer(CallKind kind, int layer);
@@ -71,6 +71,8 @@ class CallTimer {
 
 /// Python has been asked for a call; the next CallTimer of this thread begins here.
 void MarkEntry();
+/// Python returns from that call: the last one that this thread recorded ends now.
+void MarkExit();
 /// Says into how many jobs the call under way on this thread is cut.
 void NoteJobs(std::int64_t jobs);
 

@@ -84,6 +84,35 @@ def test_gradients_have_the_strides_of_their_tensors(model: Model) -> None:
         assert grad.dtype == leaf.dtype and grad.stride() == leaf.stride()
 
 
+def test_adapters_of_all_experts_in_two_matrices(model: Model) -> None:
+    p = model.problem
+    e, (adapter, other) = CASE.experts, p.adapters
+    pairs = {
+        name: moesaic.LoraPair(adapter.leaves[2 * n], adapter.leaves[2 * n + 1], adapter.case.scales[name], e)
+        for n, name in enumerate(adapter.case.ranks)
+    }
+    loras = [moesaic.Lora(**pairs), other.lora()]
+    out = moesaic.moe_experts(p.hidden, p.ids, p.weights, model.layer, loras)
+    expected = model.forward()
+    assert torch.equal(out, expected)
+    grads = model.gradients(out)
+    assert_same(grads, model.gradients(expected))
+    for leaf, grad in zip(p.leaves, grads, strict=True):
+        assert grad.shape == leaf.shape and grad.stride() == leaf.stride()
+    _, saved = model.layer.forward(p.hidden, p.ids, p.weights, loras)
+    assert saved is not None
+    plain = model.layer.backward(saved, p.d_out).lora[0]
+    assert plain.gate_up is not None and plain.down is not None
+    assert_same([plain.gate_up.a, plain.gate_up.b, plain.down.a, plain.down.b], grads[2:6])  # type: ignore[list-item]
+    # Strides of any kind, in and out.
+    a, b = (leaf.detach() for leaf in adapter.leaves[:2])
+    strided = [a.t().contiguous().t().requires_grad_(), torch.stack((b, b), 2)[:, :, 0].requires_grad_()]
+    pairs["gate_up"] = moesaic.LoraPair(*strided, adapter.case.scales["gate_up"], e)  # type: ignore[arg-type]
+    out = moesaic.moe_experts(p.hidden, p.ids, p.weights, model.layer, [moesaic.Lora(**pairs), other.lora()])
+    assert torch.equal(out, expected)
+    assert_same(list(torch.autograd.grad(out, strided, p.d_out)), grads[2:4])
+
+
 def test_gradient_of_a_slice_or_an_expanded_tensor_is_right(model: Model) -> None:
     p = model.problem
     e, h, i = CASE.experts, CASE.hidden, CASE.intermediate
@@ -307,6 +336,52 @@ def test_strided_inputs(model: Model) -> None:
     out = moesaic.moe_experts(hidden, ids, weights, model.layer, p.loras())
     assert torch.equal(out, expected)
     assert_same(list(torch.autograd.grad(out, [hidden, weights], p.d_out)), grads[:2])
+
+
+class OtherTensor(torch.Tensor):
+    """Says of itself what a tensor says, in its own way."""
+
+
+def test_tensors_of_other_types_are_read_through_their_attributes(model: Model) -> None:
+    p = model.problem
+    expected = model.forward()
+    hidden = p.hidden.detach().as_subclass(OtherTensor).requires_grad_()
+    out = model.forward(hidden)
+    assert torch.equal(out, expected)
+    (d_hidden,) = torch.autograd.grad(out, hidden, p.d_out)
+    assert torch.equal(d_hidden, model.gradients(expected)[0])
+    parameter = torch.nn.Parameter(p.hidden.detach())
+    assert torch.equal(model.forward(parameter), expected)
+
+
+def test_a_lazily_negated_tensor_is_refused(model: Model) -> None:
+    negated = torch._neg_view(model.problem.hidden.detach())
+    with pytest.raises(ValueError, match="hidden is a lazily negated view"):
+        model.forward(negated)
+    assert torch.equal(model.forward(negated.resolve_neg()), model.forward(-model.problem.hidden.detach()))
+
+
+_PROGRAM = """
+import torch, moesaic
+torch.manual_seed(0)
+layer = moesaic.ExpertsLayer(torch.randn(3, 64, 32), torch.randn(3, 32, 32))
+a, b = torch.randn(6, 32, requires_grad=True), torch.randn(64, 6, requires_grad=True)
+x, w = torch.randn(7, 32, requires_grad=True), torch.rand(7, 2)
+out = moesaic.moe_experts(x, torch.randint(0, 3, (7, 2)), w, layer, moesaic.Lora(moesaic.LoraPair(a, b, 1.0, 3)))
+out.sum().backward()
+found = "".join(t.detach().numpy().tobytes().hex() for t in (out, x.grad, a.grad, b.grad))
+"""
+
+
+def test_before_pytorch_exchanged_tensors_in_c(run_python: Callable[..., Any]) -> None:
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip(f"PyTorch {torch.__version__} has only the one way that all other tests take")
+    names: dict[str, Any] = {}
+    exec(_PROGRAM, names)
+    change = "import torch\ndel torch.Tensor.__dlpack_c_exchange_api__\n"
+    result = run_python(change + _PROGRAM + "print(found)")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == names["found"]
 
 
 def test_threads_share_a_layer(model: Model) -> None:

@@ -241,8 +241,34 @@ def test_bad_adapters(name: str, a: tuple[int, ...], b: tuple[int, ...], dtype: 
     assert as_bytes(results(problem, layer)) == expected
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "experts", "message"),
+    [
+        (
+            (E * 4 + 1, H),
+            (2 * I, E * 4),
+            E,
+            r"lora\[0\].gate_up.a has shape \[21, 96\]; expected \[E \* r, in\] with E = 5",
+        ),
+        ((E * 4, H), (2 * I, E * 4 + 1), E, r"lora\[0\].gate_up.b has shape \[128, 21\]; expected \[out, r \* E\]"),
+        ((E, 4, H), (E, 2 * I, 4), E, r"lora\[0\].gate_up.a has shape \[5, 4, 96\]; expected \[E \* r, in\]"),
+        ((E * 4, H), (2 * I, E * 4), 2 * E, r"lora\[0\].gate_up.a has shape \[10, 2, 96\]; expected \[E = 5"),
+        ((E * 4, H), (2 * I, E * 5), E, r"lora\[0\].gate_up.b has shape \[5, 128, 5\]; expected .*r = 4"),
+    ],
+)
+def test_bad_adapters_in_two_matrices(a: tuple[int, ...], b: tuple[int, ...], experts: int, message: str) -> None:
+    problem = make_problem(CASE)
+    pair = moesaic.LoraPair(torch.zeros(a), torch.zeros(b), 1.0, experts)
+    with pytest.raises(ValueError, match=message):
+        moesaic.moe_experts(problem.hidden, problem.ids, problem.weights, problem.layer(), moesaic.Lora(gate_up=pair))
+
+
 def test_bad_adapter_types() -> None:
     tensor = torch.zeros(2, 2, 2)
+    with pytest.raises(TypeError, match="experts is a str; expected an int or None"):
+        moesaic.LoraPair(tensor, tensor, 1.0, "3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="experts is 0; expected at least 1"):
+        moesaic.LoraPair(tensor, tensor, 1.0, 0)
     with pytest.raises(TypeError, match=r"a is a list; expected a torch\.Tensor"):
         moesaic.LoraPair([1.0], tensor, 1.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="b is a NoneType"):

@@ -60,6 +60,7 @@ class _MoeExperts(torch.autograd.Function):
             ctx.devices,
         )
         grads = (None, None, d_hidden, None, d_weights, *d_lora)
+        _core.mark_exit()
         if torch.is_grad_enabled():  # create_graph=True
             # Of GPU tensors, copies were saved that autograd knows nothing of: hence the last argument.
             inputs = (d_out, hidden, top_k_weights, *lora_tensors, torch.empty(0, requires_grad=True))
@@ -125,4 +126,5 @@ def moe_experts(
         )
     else:
         out = staging.forward(core, hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, False)[0]
+    _core.mark_exit()
     return out

@@ -131,10 +131,12 @@ class ExpertsLayer:
         out, state, host_hidden, host_weights = staging.forward(
             self._core, hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, save
         )
-        if state is None:
-            return out, None
-        devices = tuple(tensor.device for tensor in (hidden, top_k_weights, *lora_tensors))
-        return out, Saved(state, host_hidden, host_weights, lora_tensors, lora_layout, devices)
+        saved = None
+        if state is not None:
+            devices = tuple(tensor.device for tensor in (hidden, top_k_weights, *lora_tensors))
+            saved = Saved(state, host_hidden, host_weights, lora_tensors, lora_layout, devices)
+        _core.mark_exit()
+        return out, saved
 
     def backward(self, saved: Saved, d_out: torch.Tensor) -> Grads:
         """Gradients of hidden, top_k_weights and every LoRA tensor, each on the device of what it belongs to.
@@ -164,7 +166,9 @@ class ExpertsLayer:
             saved.devices,
         )
         assert d_hidden is not None and d_weights is not None  # asked for
-        return Grads(d_hidden, d_weights, unflatten(d_lora, saved.lora_layout))
+        grads = Grads(d_hidden, d_weights, unflatten(d_lora, saved.lora_layout))
+        _core.mark_exit()
+        return grads
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights as they were given, ``[E, 2I, H]`` and ``[E, H, I]``, to save them or to compute elsewhere.

@@ -18,16 +18,21 @@ class LoraPair:
         a: ``[E, r, in]``, fp32 or bf16, any strides (a view of a parameter will do; nothing is copied).
         b: ``[E, out, r]``, fp32 or bf16, any strides.
         scale: ``alpha / r``, or ``alpha / sqrt(r)`` for rsLoRA.
+        experts: E, where a and b are the two matrices in which PEFT keeps the adapters of all experts: a ``[E * r,
+            in]``, row ``e * r + k``; b ``[out, r * E]``, column ``k * E + e``. They are read as they lie, and the
+            gradients have their shapes, without views that autograd would have to go through.
 
     The tensors are read anew in every forward and backward. Shapes and dtypes are checked there.
 
     Raises:
         TypeError: a field has the wrong type.
+        ValueError: experts is less than 1.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+    experts: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.a, torch.Tensor):
@@ -36,6 +41,11 @@ class LoraPair:
             raise TypeError(f"b is a {type(self.b).__name__}; expected a torch.Tensor")
         if not isinstance(self.scale, (float, int)):
             raise TypeError(f"scale is a {type(self.scale).__name__}; expected a float")
+        if self.experts is not None:
+            if not isinstance(self.experts, int):
+                raise TypeError(f"experts is a {type(self.experts).__name__}; expected an int or None")
+            if self.experts < 1:
+                raise ValueError(f"experts is {self.experts}; expected at least 1")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,8 +94,8 @@ class LoraGrad:
 
 FIELDS = ("gate_up", "gate", "up", "down")
 
-#: One entry for each pair, ``(adapter, index in FIELDS, scale)``: what the adapters hold besides tensors.
-Layout = tuple[tuple[int, int, float], ...]
+#: One entry for each pair, ``(adapter, index in FIELDS, scale, experts or 0)``: what the adapters hold besides tensors.
+Layout = tuple[tuple[int, int, float, int], ...]
 
 
 def flatten(lora: Lora | Sequence[Lora] | None) -> tuple[tuple[torch.Tensor, ...], Layout]:
@@ -98,23 +108,23 @@ def flatten(lora: Lora | Sequence[Lora] | None) -> tuple[tuple[torch.Tensor, ...
         return (), ()
     if isinstance(lora, Lora):
         lora = (lora,)
-    elif not isinstance(lora, Sequence):
+    elif not isinstance(lora, (list, tuple, Sequence)):  # those two first: the general question takes longer
         raise TypeError(f"lora is a {type(lora).__name__}; expected a moesaic.Lora, a sequence of them, or None")
     tensors: list[torch.Tensor] = []
-    layout: list[tuple[int, int, float]] = []
+    layout: list[tuple[int, int, float, int]] = []
     for n, adapter in enumerate(lora):
         if not isinstance(adapter, Lora):
             raise TypeError(f"lora[{n}] is a {type(adapter).__name__}; expected a moesaic.Lora")
         for index, pair in enumerate((adapter.gate_up, adapter.gate, adapter.up, adapter.down)):
             if pair is not None:
                 tensors += (pair.a, pair.b)
-                layout.append((n, index, pair.scale))
+                layout.append((n, index, pair.scale, pair.experts or 0))
     return tuple(tensors), tuple(layout)
 
 
 def unflatten(grads: Sequence[torch.Tensor | None], layout: Layout) -> tuple[LoraGrad, ...]:
     """The inverse of `flatten`, for gradients: one LoraGrad for each adapter that has a pair, up to the last one."""
     adapters: list[dict[str, LoraPairGrad]] = [{} for _ in range(layout[-1][0] + 1)] if layout else []
-    for n, (adapter, index, _) in enumerate(layout):
+    for n, (adapter, index, *_) in enumerate(layout):
         adapters[adapter][FIELDS[index]] = LoraPairGrad(grads[2 * n], grads[2 * n + 1])
     return tuple(LoraGrad(**pairs) for pairs in adapters)

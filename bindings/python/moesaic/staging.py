@@ -82,6 +82,7 @@ def forward(
     if hidden.is_cuda:
         into = _queue(hidden.device).host_like(torch.empty(hidden.shape, dtype=hidden.dtype, device="meta"))
     out, state = core.forward(host_hidden, host_ids, host_weights, tuple(host_lora), lora_layout, save, into)
+    _core.mark_exit()
     (result,) = _to_devices((out,), (hidden.device,))
     assert result is not None
     return result, state, host_hidden, host_weights
@@ -120,12 +121,16 @@ def backward(
     d_hidden, d_weights, d_lora = core.backward(
         host_state, host_hidden, host_weights, tuple(host_lora), lora_layout, host_d_out, memory
     )
+    _core.mark_exit()
     d_hidden, d_weights, *d_others = _to_devices((d_hidden, d_weights, *d_lora), devices)
     return d_hidden, d_weights, tuple(d_others)
 
 
 def _all_on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
-    return all(tensor.is_cpu for tensor in tensors)
+    for tensor in tensors:  # noqa: SIM110  all() over a generator takes twice as long, in every call
+        if not tensor.is_cpu:
+            return False
+    return True
 
 
 class CudaQueue:

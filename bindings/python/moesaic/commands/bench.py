@@ -302,6 +302,8 @@ def _show_case(tables: Tables, case: dict[str, Any]) -> None:
     details.extend([f"{name} left out", reason] for name, reason in case["peers_left_out"].items())
     for name, row in (case["bars"] or {}).items():
         details.append([name.replace("_", " "), f"{row['value']:.3f}  (bar: {row['bar']:g})"])
+    if own.get("autograd_us") is not None:
+        details.append(["autograd around backward, us", f"{own['autograd_us']:.1f}"])
     checks = [("moesaic", case["verified"])] + [(name, peer["verified"]) for name, peer in case["peers"].items()]
     for name, verified in checks:
         if verified is not None:

@@ -209,6 +209,7 @@ class _Case:
             result["bars"] = bars.report(
                 own, calls, result["flops"], result["bytes"], median_ceiling(repetitions), first_call if first else None
             )
+            result["moesaic"]["autograd_us"] = bars.autograd_us
         return result, repetitions
 
     def _make_peers(self, progress: Callable[[str], None]) -> tuple[dict[str, Variant], dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ PREPARE_SHARE = 0.01
 FIRST_CALL = 1.3
 OVERHEAD_US = 50.0
 
-_PROFILED = 5
+_PROFILED = 9
 
 _WITHOUT_LORA, _TWO, _SUMMED = "without_lora", "two_adapters", "summed_rank"
 
@@ -33,6 +34,8 @@ class Bars:
     def __init__(self, shape: LayerShape, batch: Batch, layer: moesaic.ExpertsLayer, adapter: Adapter | None) -> None:
         self._engine = Engine(batch, layer, [] if adapter is None else [adapter])
         self.variants: dict[str, Variant] = {}
+        self.autograd_us: float | None = None
+        """What PyTorch takes for a backward besides the function that it calls, once `report` has measured it."""
         if adapter is None:
             return
         generator = torch.Generator().manual_seed(1)
@@ -58,8 +61,8 @@ class Bars:
         lora_overhead: time with the adapter over time without, less one. two_adapters: time with two adapters over one
         of twice the rank, into `.grad` that is there. backward_over_forward: the ratio of times over that of limits.
         prepare_share: D0 and GU0 of all of backward. forward_overhead_us, backward_overhead_us: what a call takes
-        outside of the engine, autograd and the views of the adapter included; both from profiled calls. first_call:
-        over the median.
+        outside of the engine, of forward from the adapter's objects to the output, of backward the function that
+        autograd calls; all three from profiled calls. first_call: over the median.
 
         Args:
             own: the engine's calls.
@@ -93,18 +96,27 @@ class Bars:
         return {name: {"value": value, "bar": bar} for name, (value, bar) in rows.items()}
 
     def _profiled(self) -> dict[str, tuple[float, float]]:
-        calls, inside = [], []
+        shares, outside, around = [], [], []
         for _ in range(_PROFILED):
             with moesaic.profile() as profile:
-                calls.append(timed(self._engine, save=True))
-            inside.append({phase["name"]: phase["thread_ms"] for phase in profile.phases()})
-        shares = [
-            (phases.get("D0_prepare", 0.0) + phases.get("GU0_prepare", 0.0)) / phases["backward"] for phases in inside
-        ]
-        forward = [call.forward_ms - phases["forward"] for call, phases in zip(calls, inside, strict=True)]
-        backward = [(call.backward_ms or 0.0) - phases["backward"] for call, phases in zip(calls, inside, strict=True)]
+                call = timed(self._engine, save=True)
+            phases = {phase["name"]: phase["thread_ms"] for phase in profile.phases()}
+            shares.append((phases.get("D0_prepare", 0.0) + phases.get("GU0_prepare", 0.0)) / phases["backward"])
+            document = profile.document()
+            calls = {way: _only_call(document, way) for way in ("forward", "backward")}
+            # The adapter's objects are made before the call begins, and count as well.
+            made = 1e3 * (call.forward_ms - calls["forward"]["wall_ms"]["max"])
+            outside.append((calls["forward"]["python_us"]["max"] + made, calls["backward"]["python_us"]["max"]))
+            around.append(1e3 * ((call.backward_ms or 0.0) - calls["backward"]["wall_ms"]["max"]))
+        forward, backward = zip(*outside, strict=True)
+        self.autograd_us = statistics.median(around)
         return {
             "prepare_share": (statistics.median(shares), PREPARE_SHARE),
-            "forward_overhead_us": (1e3 * statistics.median(forward), OVERHEAD_US),
-            "backward_overhead_us": (1e3 * statistics.median(backward), OVERHEAD_US),
+            "forward_overhead_us": (statistics.median(forward), OVERHEAD_US),
+            "backward_overhead_us": (statistics.median(backward), OVERHEAD_US),
         }
+
+
+def _only_call(document: Mapping[str, Any], way: str) -> Any:
+    """The one call of a profile: it is the first of its layer, or not."""
+    return document["calls"][way] if document["calls"][way]["calls"] else document["first_calls"][way]

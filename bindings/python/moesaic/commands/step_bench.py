@@ -258,7 +258,7 @@ def _detached(lora: Lora | Sequence[Lora] | None) -> Sequence[Lora]:
     adapters = [lora] if isinstance(lora, moesaic.Lora) else lora
 
     def pair(of: moesaic.LoraPair | None) -> moesaic.LoraPair | None:
-        return None if of is None else moesaic.LoraPair(of.a.detach(), of.b.detach(), of.scale)
+        return None if of is None else moesaic.LoraPair(of.a.detach(), of.b.detach(), of.scale, of.experts)
 
     return [moesaic.Lora(*(pair(p) for p in (a.gate_up, a.gate, a.up, a.down))) for a in adapters]
 

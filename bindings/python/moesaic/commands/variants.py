@@ -47,14 +47,14 @@ class Engine(Variant):
         self._adapters = adapters
 
     def forward(self) -> torch.Tensor:
-        """As hooks into frameworks call it: the adapters' views are made anew each time."""
+        """As the hook into PEFT calls it."""
         batch = self.batch
         lora = [
             moesaic.Lora(
-                gate_up=moesaic.LoraPair(*adapter.gate_up.views(), adapter.gate_up.scale),
-                down=moesaic.LoraPair(*adapter.down.views(), adapter.down.scale),
+                gate_up=moesaic.LoraPair(gate_up.a, gate_up.b, gate_up.scale, gate_up.experts),
+                down=moesaic.LoraPair(down.a, down.b, down.scale, down.experts),
             )
-            for adapter in self._adapters
+            for gate_up, down in ((adapter.gate_up, adapter.down) for adapter in self._adapters)
         ]
         return moesaic.moe_experts(batch.hidden, batch.ids, batch.router, self._layer, lora or None)
 

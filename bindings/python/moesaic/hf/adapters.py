@@ -1,9 +1,8 @@
 """PEFT's LoRA on expert parameters, read by the engine as it lies.
 
 PEFT parametrizes the weight it adapts, which materializes ``W + scaling * B A`` for all experts in every forward. For a
-block on the engine that is replaced: the factors of the active adapters are handed to the experts function, as views of
-PEFT's own parameters, and gradients reach these through the views. Everything else is PEFT's: which adapters are
-active, disabled or merged.
+block on the engine that is replaced: the factors of the active adapters, PEFT's own parameters, are handed to the
+experts function. Everything else is PEFT's: which adapters are active, disabled or merged.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from moesaic.hf.blocks import IMPLEMENTATION, WEIGHTS, implementation, is_block
+from moesaic.hf.blocks import WEIGHTS, is_block, is_served
 from moesaic.hf.packing import writable
 from moesaic.lora import Lora, LoraPair
 
@@ -41,31 +40,30 @@ def active_adapters(block: nn.Module) -> list[Lora]:
     return [Lora(gate_up=g, down=d) for g, d in zip_longest(gate_up, down)]
 
 
-@contextmanager
-def _activated(block: nn.Module, name: str, pairs: list[LoraPair]) -> Iterator[None]:
+class _Activated:
+    """Leaves `pairs` for the forward of `block` inside the context, beside what other parameters' wrappers left."""
+
+    def __init__(self, block: nn.Module, name: str, pairs: list[LoraPair]) -> None:
+        self._key, self._name, self._pairs = id(block), name, pairs
+        self._outer: dict[str, list[LoraPair]] | None = None
+
     # Nothing is cached across calls: optimizers write through .data, and no version tells. Checkpointing leaves a
     # forward by an exception and may run another inside it, so what was there before comes back in any case.
-    outer = _active.blocks.get(id(block), {})
-    _active.blocks[id(block)] = {**outer, name: pairs}
-    try:
-        yield
-    finally:
-        if outer:
-            _active.blocks[id(block)] = outer
+    def __enter__(self) -> None:
+        self._outer = _active.blocks.get(self._key)
+        _active.blocks[self._key] = {**(self._outer or {}), self._name: self._pairs}
+
+    def __exit__(self, *exception: object) -> None:
+        if self._outer:
+            _active.blocks[self._key] = self._outer
         else:
-            del _active.blocks[id(block)]
+            del _active.blocks[self._key]
 
 
 def _pair(wrapper: Any, adapter: str) -> LoraPair:
-    """``A [E*r, in]`` (row ``e*r + k``) and ``B [out, r*E]`` (column ``k*E + e``) as views ``[E, r, in]`` and ``[E,
-    out, r]``. Autograd returns their gradients in these strides, which PEFT's parameters take without a copy."""
+    """PEFT's own parameters: gradients reach them without a view between, in their shapes and strides."""
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    experts = wrapper.num_experts
-    return LoraPair(
-        a.reshape(experts, -1, a.shape[1]),
-        b.reshape(b.shape[0], -1, experts).permute(2, 0, 1),
-        wrapper.scaling[adapter],
-    )
+    return LoraPair(a, b, wrapper.scaling[adapter], wrapper.num_experts)
 
 
 def install() -> bool:
@@ -80,17 +78,14 @@ def install() -> bool:
     stock_activate = ParamWrapper._activate_lora
     stock_merge, stock_unmerge = ParamWrapper.merge, ParamWrapper.unmerge
 
-    @contextmanager
-    def activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
+    def activate_lora(self: Any, active_adapters: Sequence[str]) -> AbstractContextManager[None]:
         block = self.get_base_layer()
-        context: AbstractContextManager[None]
-        if is_block(block) and implementation(block) == IMPLEMENTATION and self.parameter_name in WEIGHTS:
-            pairs = [_pair(self, adapter) for adapter in active_adapters if adapter in self.lora_A]
-            context = _activated(block, self.parameter_name, pairs)
-        else:
-            context = stock_activate(self, active_adapters)
-        with context:
-            yield
+        if is_served(block) and self.parameter_name in WEIGHTS:
+            lora_a = self.lora_A
+            pairs = [_pair(self, adapter) for adapter in active_adapters if adapter in lora_a]
+            return _Activated(block, self.parameter_name, pairs)
+        context: AbstractContextManager[None] = stock_activate(self, active_adapters)
+        return context
 
     def merge(self: Any, *args: Any, **kwargs: Any) -> None:
         with _writable_base(self):

@@ -10,7 +10,7 @@ from torch import nn
 
 from moesaic.hf.offloaded import is_offloaded
 
-__all__ = ["IMPLEMENTATION", "WEIGHTS", "find_blocks", "implementation", "is_block", "refusal", "weight"]
+__all__ = ["IMPLEMENTATION", "WEIGHTS", "find_blocks", "implementation", "is_block", "is_served", "refusal", "weight"]
 
 #: The name under which transformers knows the engine: ``experts_implementation="moesaic"``.
 IMPLEMENTATION = "moesaic"
@@ -41,6 +41,14 @@ def implementation(block: nn.Module) -> str | None:
     config: Any = block.config
     name: str | None = config._experts_implementation
     return name
+
+
+def is_served(module: nn.Module) -> bool:
+    """Whether `module` is an experts block that is set to the engine. In every forward: the configuration of
+    transformers takes microseconds to read, and is read once."""
+    if not hasattr(type(module), "_apply_gate") or not hasattr(module, "is_transposed"):
+        return False
+    return getattr(getattr(module, "config", None), "_experts_implementation", None) == IMPLEMENTATION
 
 
 def weight(block: nn.Module, name: str) -> nn.Parameter | None:
