@@ -19,7 +19,7 @@ from moesaic.perf.calibration import LayerCase, MeasuredLayer, alone, fit
 from moesaic.perf.layer_model import ExpertsShape, LayerModel
 from moesaic.perf.layer_plan import Cut, JobCut, Stage, cut_jobs, run_jobs
 from moesaic.perf.products import Products
-from moesaic.perf.rates import LayerRates
+from moesaic.perf.rates import LayerRates, rates_path
 from moesaic.perf.routing import RoutingLaw, inclusion_probabilities
 
 MACHINE = Machine.named("emr-16c")
@@ -206,7 +206,7 @@ def test_rates_are_found_again() -> None:
         forward, backward_ms = of_case.forward(shape, rows).milliseconds, of_case.backward(shape, rows).milliseconds
         measured.append(MeasuredLayer(LayerCase(shape, tokens, routing), rows, forward, backward_ms, 1.0, phases))
     found = fit(start, measured)
-    for name in ("direct", "unpack", "swiglu_forward", "swiglu_backward", "pack", "call"):
+    for name in ("swiglu_forward", "swiglu_backward", "pack"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.03), name
     again = alone(LayerModel(start.products, found), ExpertsShape(12, 640, 384, 2, 8))
     expected = alone(world, ExpertsShape(12, 640, 384, 2, 8))
@@ -233,18 +233,54 @@ def test_rates_are_kept(tmp_path: Path) -> None:
         LayerRates.load(path)
 
 
+def test_rates_that_come_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept ones come before them, and machines without any get derived ones."""
+    monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path))
+    shipped = LayerRates.of(MACHINE, 16)
+    assert shipped.direct != LayerRates.derived(MACHINE, 16).direct
+    other = replace(MACHINE, name="elsewhere")
+    assert LayerRates.of(other, 16) == LayerRates.derived(other, 16)
+    replace(shipped, pack=0.5).save(rates_path(MACHINE, 16))
+    assert LayerRates.of(MACHINE, 16).pack == 0.5 and LayerRates.of(MACHINE, 8).pack == shipped.pack
+
+
+# (experts, H, I, k, rank, tokens, routing, forward ms, backward ms): the AMX host of docs/PERFORMANCE.md; its shipped
+# rates were fitted to other rows of that table. Mixtral's row is not among these: docs/MODEL.md tells why.
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "routing", "forward_ms", "backward_ms"),
+    [
+        ((128, 2048, 768, 8, 16), 1024, "uniform", 13.0, 18.5),
+        ((32, 2048, 768, 8, 16), 4096, "uniform", 21.6, 32.2),
+        ((128, 2048, 768, 8, 16), 4096, "concentrated:16", 20.5, 31.0),
+        ((128, 2040, 760, 8, 16), 4096, "uniform", 23.1, 35.0),
+    ],
+)
+def test_an_amx_host_is_predicted(
+    sizes: tuple[int, ...], tokens: int, routing: str, forward_ms: float, backward_ms: float, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path))
+    shape = ExpertsShape(*sizes)
+    evaluator = GemmEvaluator(MACHINE, 16, cache=False)
+    predict = alone(LayerModel(Products(evaluator), LayerRates.of(MACHINE, 16)), shape)
+    rows = RoutingLaw.parse(routing).rows(shape.experts, shape.top_k, tokens)
+    assert predict.forward(shape, rows).milliseconds == pytest.approx(forward_ms, rel=0.1)
+    assert predict.backward(shape, rows).milliseconds == pytest.approx(backward_ms, rel=0.1)
+
+
 def test_products_are_the_evaluators() -> None:
     evaluator = GemmEvaluator(MACHINE, 4, cache=False)
     answer = evaluator.evaluate(GemmShape(groups=16, m=64, k=512, n=1024, output="fp32", form="direct", packed=True))
     expected = (answer.milliseconds - answer.parts["scheduling"] - answer.parts["dispatch"]) * 4 / 16
     products = Products(evaluator)
-    assert products.thread_ms("direct", 64, 512, 1024) == pytest.approx(expected)
+    product = products.thread_ms("direct", 64, 512, 1024)
+    assert product.total == pytest.approx(expected) and product.stream == pytest.approx(answer.parts["dram"] / 4)
     # Between the rows that are evaluated the time lies between theirs.
-    low, high = products.thread_ms("direct", 192, 512, 1024), products.thread_ms("direct", 256, 512, 1024)
-    assert low < products.thread_ms("direct", 209, 512, 1024) < high
+    low, high = (products.thread_ms("direct", rows, 512, 1024).total for rows in (192, 256))
+    assert low < products.thread_ms("direct", 209, 512, 1024).total < high
     closed = Products(evaluator, precise=False)
     figures = MACHINE.figures(4)
-    assert closed.thread_ms("direct", 384, 512, 1024) == pytest.approx(
+    assert closed.thread_ms("direct", 384, 512, 1024).total == pytest.approx(
         max(2 * 384 * 512 * 1024 / figures["compute_gflops"], 2 * 512 * 1024 / figures["gbps"][3]) * 4e-6
     )
 

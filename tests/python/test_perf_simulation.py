@@ -174,7 +174,7 @@ def test_a_machine_a_file_and_a_name_are_the_same(tmp_path: Path) -> None:
     for hardware in ("emr-16c", str(tmp_path / "machine.json"), MACHINE):
         for model in (QWEN, tmp_path / "config.json", perf.TransformerConfig.load(QWEN)):
             result = run_simulation(Topology(), model, Inference(tokens=256), None, hardware, coarse, RATES)
-            assert result.milliseconds == expected
+            assert result.milliseconds == pytest.approx(expected, rel=1e-6)  # the cache keeps six digits of parts
 
 
 @pytest.mark.parametrize(

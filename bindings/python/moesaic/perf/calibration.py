@@ -68,6 +68,7 @@ def calibration_cases(l3_bytes: int) -> tuple[LayerCase, ...]:
 
 # Phases of the engine whose thread times add up to a group of the model; P is inside lora_pass.
 _TIMERS: dict[str, tuple[str, ...]] = {
+    "routing": ("routing",),
     "pack_input": ("gather", "pack_input"),
     "gate_up": ("gate_up_gemm", "gate_up_lora"),
     "activation": ("activation",),

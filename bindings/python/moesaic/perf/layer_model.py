@@ -132,6 +132,8 @@ class LayerModel:
                 _add(groups.setdefault(phase, {}), of_all)
         for phase, work in _outside_jobs(shape, rows, shards, backward=backward):
             _add(groups.setdefault(phase, {}), work)
+        if not backward:
+            groups["routing"] = {"slot": sum(rows)}
         return groups
 
     def _shards(self, shape: ExpertsShape) -> int:
@@ -167,7 +169,9 @@ class LayerModel:
             tasks = ceil_div(sum(rows) // shape.top_k, TOKENS_PER_MERGE) if phase.startswith("merge") else threads
             wall += ms * ceil_div(max(tasks, 1), threads) / max(tasks, 1)
             busy += ms
-        wall += rates.unit_ms("call")
+        serial = rates.thread_ms({"slot": sum(rows)})
+        phases["routing"], busy = serial, busy + serial
+        wall += serial + rates.unit_ms("call")
         flops, dram = self.limits(shape, rows, backward=backward)
         idle = wall * threads - busy
         return LayerPrediction(wall, phases, idle, shards * len(jobs), shards * schedule.tasks, flops, dram)
@@ -191,22 +195,26 @@ class LayerModel:
         lora = shape.rank > 0
         extra = 2 * r  # an adapter's part of the contraction, in two bf16 parts
         low = self._low(rows, r) if lora else None
-        product = self.products.thread_ms
+
+        def product(form: str, k: int, n: int) -> Work:
+            ms = self.products.thread_ms(form, rows, k, n, again=not job.first)
+            return {form: ms.compute, f"{form}_stream": ms.stream}
+
         stages: list[tuple[Cut, str, Work]] = []
         if not backward:
             stages.append((Cut.WHOLE, "pack_input", {"pack": lanes * h}))
             if low:
                 stages.append((Cut.WHOLE, "gate_up", {"low": low(h), "rank": rows * shape.rank}))
-            stages.append((Cut.INTERMEDIATE, "gate_up", {"direct": product("direct", rows, h + extra, 2 * i)}))
+            stages.append((Cut.INTERMEDIATE, "gate_up", product("direct", h + extra, 2 * i)))
             stages.append((Cut.INTERMEDIATE, "activation", {"swiglu_forward": lanes * i}))
             if low:
                 stages.append((Cut.WHOLE, "down", {"low": low(i), "rank": rows * shape.rank}))
-            stages.append((Cut.HIDDEN, "down", {"unpack": product("unpack", rows, i + extra, h)}))
+            stages.append((Cut.HIDDEN, "down", product("unpack", i + extra, h)))
             return stages
         stages.append((Cut.WHOLE, "scatter_pack", {"pack": lanes * h}))
         if low:
             stages.append((Cut.WHOLE, "down_backward", {"low": low(h), "rank": 3 * rows * shape.rank}))
-        stages.append((Cut.INTERMEDIATE, "down_backward", {"direct": product("direct", rows, h + extra, i)}))
+        stages.append((Cut.INTERMEDIATE, "down_backward", product("direct", h + extra, i)))
         stages.append((Cut.INTERMEDIATE, "activation_backward", {"swiglu_backward": lanes * i}))
         if low:
             stages.append((Cut.INTERMEDIATE, "activation_backward", {"transpose": 3 * round_up(rows, 32) * i}))
@@ -220,7 +228,7 @@ class LayerModel:
             # dA of gate and up, and dB of down, each with rows gathered anew.
             stages.append((Cut.HIDDEN, "gate_up_backward", {"pack": lanes * h, "low": 2 * low(h)}))
             stages.append((Cut.HIDDEN, "down_backward", {"pack": lanes * h, "low": low(h)}))
-        stages.append((Cut.HIDDEN, "gate_up_backward", {"unpack": product("unpack", rows, 2 * i + extra, h)}))
+        stages.append((Cut.HIDDEN, "gate_up_backward", product("unpack", 2 * i + extra, h)))
         return stages
 
     def _low(self, rows: int, rank: int) -> Callable[[int], float]:

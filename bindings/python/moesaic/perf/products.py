@@ -12,7 +12,7 @@ from moesaic.perf.layer_plan import round_up
 from moesaic.perf.machine import Machine
 from moesaic.perf.shapes import GemmShape
 
-__all__ = ["Answer", "Counted", "Evaluates", "Products", "ShapeRecorder"]
+__all__ = ["Answer", "Counted", "Evaluates", "ProductMs", "Products", "ShapeRecorder"]
 
 
 class Answer(Protocol):
@@ -89,6 +89,23 @@ _USABLE = 0.75  # of the last-level cache
 _EACH_THREAD = 4  # groups in a question: enough that scheduling plays no part, and activations stay in cache
 
 
+@dataclass(frozen=True)
+class ProductMs:
+    """Thread milliseconds of a product: what the weights' way from memory takes of it, and everything else."""
+
+    compute: float
+    stream: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.compute + self.stream
+
+    def scaled(self, factor: float) -> ProductMs:
+        """So many times as much."""
+        return ProductMs(self.compute * factor, self.stream * factor)
+
+
 class Products:
     """Thread milliseconds of one product of `rows` rows, while all threads compute such products.
 
@@ -107,7 +124,7 @@ class Products:
         self._precise = precise
         self._resident_bytes = resident_bytes
         self._from_cache = resident_bytes <= _USABLE * self.figures["l3_bytes"]
-        self._known: dict[tuple[str, int, int, int], float] = {}
+        self._known: dict[tuple[str, int, int, int, bool], ProductMs] = {}
 
     def asking(self, evaluator: Evaluates) -> Products:
         """The same questions to another evaluator."""
@@ -117,8 +134,16 @@ class Products:
         """The same where so many bytes of weights lie between two uses."""
         return Products(self.evaluator, precise=self._precise, resident_bytes=resident_bytes)
 
-    def thread_ms(self, form: str, rows: int, k: int, n: int) -> float:
-        """One product [rows, k] x [k, n] on one thread of all."""
+    def thread_ms(self, form: str, rows: int, k: int, n: int, *, again: bool = False) -> ProductMs:
+        """One product [rows, k] x [k, n] on one thread of all.
+
+        Args:
+            form: 'direct' or 'unpack'.
+            rows: of the activations.
+            k: the contraction.
+            n: columns.
+            again: other rows have just been multiplied with the same weights, which the last-level cache still holds.
+        """
         if rows <= 16:
             points: Sequence[int] = _GRID[:5]
             at = rows
@@ -126,38 +151,48 @@ class Products:
             points, at = _GRID, round_up(rows, 16)
         high = bisect.bisect_left(points, at)
         if high == len(points):
-            return self._at(form, points[-1], k, n) * at / points[-1]
-        above = self._at(form, points[high], k, n)
+            return self._at(form, points[-1], k, n, again).scaled(at / points[-1])
+        above = self._at(form, points[high], k, n, again)
         if points[high] == at:
             return above
-        below = self._at(form, points[high - 1], k, n)
-        return below + (above - below) * (at - points[high - 1]) / (points[high] - points[high - 1])
+        below = self._at(form, points[high - 1], k, n, again)
+        share = (at - points[high - 1]) / (points[high] - points[high - 1])
+        return ProductMs(
+            below.compute + (above.compute - below.compute) * share,
+            below.stream + (above.stream - below.stream) * share,
+        )
 
-    def _at(self, form: str, rows: int, k: int, n: int) -> float:
-        key = (form, rows, k, n)
+    def _at(self, form: str, rows: int, k: int, n: int, again: bool) -> ProductMs:
+        cached = again or self._from_cache
+        key = (form, rows, k, n, cached)
         if key not in self._known:
-            self._known[key] = self._evaluated(form, rows, k, n) if self._precise else self._closed(rows, k, n)
+            ask = self._evaluated if self._precise else self._closed
+            self._known[key] = ask(form, rows, k, n, cached)
         return self._known[key]
 
-    def _closed(self, rows: int, k: int, n: int) -> float:
-        bandwidth = self.figures["gbps"][2 if self._from_cache else 3]
-        arithmetic = 2.0 * rows * k * n / self.peak_gflops
-        ms: float = max(arithmetic, 2.0 * k * n / bandwidth) * self.threads * 1e-6
-        return ms
+    def _closed(self, form: str, rows: int, k: int, n: int, cached: bool) -> ProductMs:
+        arithmetic = 2.0 * rows * k * n / self.peak_gflops * self.threads * 1e-6
+        stream = 2.0 * k * n / self.figures["gbps"][2 if cached else 3] * self.threads * 1e-6
+        return ProductMs(arithmetic, 0.0) if arithmetic > stream else ProductMs(0.0, stream)
 
-    def _evaluated(self, form: str, rows: int, k: int, n: int) -> float:
+    def _evaluated(self, form: str, rows: int, k: int, n: int, cached: bool) -> ProductMs:
         groups = _EACH_THREAD * self.threads
         answer = self.evaluator.evaluate(shape_of(form, rows, k, n, groups))
         parts = answer.parts
-        ms = answer.milliseconds - parts["scheduling"] - parts["dispatch"]
-        if self._from_cache and parts["dram"] > 0:
+        whole, stream = answer.milliseconds - parts["scheduling"] - parts["dispatch"], parts["dram"]
+        if cached and stream > 0:
             # The evaluator takes weights from memory, and adds times that overlap as the cube root of their cubes.
             apart = 0.0 if self.figures["unpack_overlaps"] else parts["packing"]
-            together = ms - apart
-            dram = together * (parts["dram"] / together) ** (1 / 3)
+            together = whole - apart
+            dram = together * (stream / together) ** (1 / 3)
             faster = min(self.figures[f"{form}_gbps"] / self.figures["gbps"][2], 1.0)
-            ms = apart + (together**3 - dram**3 * (1.0 - faster**3)) ** (1 / 3)
-        return ms * self.threads / groups
+            other: float = max(together**3 - dram**3, 0.0)
+            sum_of_cubes = other + (dram * faster) ** 3
+            together = sum_of_cubes ** (1 / 3)
+            stream = together * (dram * faster) ** 3 / sum_of_cubes
+            whole = apart + together
+        scale = self.threads / groups
+        return ProductMs((whole - stream) * scale, stream * scale)
 
 
 def shape_of(form: str, rows: int, k: int, n: int, groups: int) -> GemmShape:

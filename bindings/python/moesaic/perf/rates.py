@@ -15,6 +15,7 @@ from moesaic.perf.machine import Machine
 __all__ = ["LayerRates", "rates_path"]
 
 SCHEMA = 1
+_MULTIPLES = ("direct", "unpack", "direct_stream", "unpack_stream", "low")
 
 
 def rates_path(machine: Machine, threads: int) -> Path:
@@ -27,7 +28,8 @@ class LayerRates:
     """Thread time of each unit of work.
 
     Attributes:
-        direct, unpack: products with base weights, as multiples of what the tile evaluator says.
+        direct, unpack: products with base weights, as multiples of what the tile evaluator says, but for
+        direct_stream, unpack_stream: what it says that the weights' way from memory takes of them.
         low: products with adapters and of their gradients, as multiples of the time at the compute ceiling.
         pack: ns for an element of a row that is gathered, rounded and laid out as tiles.
         swiglu_forward, swiglu_backward: ns for an element of Z.
@@ -38,12 +40,15 @@ class LayerRates:
         lora_pack: ns for an element of an adapter that is packed.
         lora_write: ns for an element of a gradient that is written.
         partial: ns for an element of a sum of a further chunk that is added to its expert's.
+        slot: ns for a slot of a token, in which the caller alone sorts them by expert.
         task: us for a task besides its work.
         call: us for a call besides its phases: Python, validation, the graph, waking the workers and waiting for them.
     """
 
     direct: float
     unpack: float
+    direct_stream: float
+    unpack_stream: float
     low: float
     pack: float
     swiglu_forward: float
@@ -55,6 +60,7 @@ class LayerRates:
     lora_pack: float
     lora_write: float
     partial: float
+    slot: float
     task: float
     call: float
 
@@ -63,16 +69,19 @@ class LayerRates:
         """From a machine's figures, for want of a calibration.
 
         Packing is a figure of the machine. What else computes on vectors in cache takes a multiple of it that depends
-        on the code, not on the machine: so many more instructions an element. (The multiples are those of a calibrated
-        host with AVX-512.) What goes past the caches takes its bytes at the memory's rate.
+        on the code, not on the machine: so many more instructions an element. What goes past the caches takes its
+        bytes at the memory's rate. What products take beyond the evaluator's answers, because a layer does other
+        things around them, is taken from the hosts that were calibrated.
         """
         figures = machine.figures(threads)
         pack = 2.0 / figures["pack_gbps"]
         memory = threads / figures["gbps"][3]  # ns of a thread for a byte, while all of them read
         return LayerRates(
-            direct=1.0,
-            unpack=1.0,
-            low=2.5,
+            direct=1.35,
+            unpack=1.6,
+            direct_stream=1.15,
+            unpack_stream=1.5,
+            low=4.0,
             pack=max(1.5 * pack, 2 * memory),
             swiglu_forward=4.0 * pack,
             swiglu_backward=8.0 * pack,
@@ -83,17 +92,22 @@ class LayerRates:
             lora_pack=max(2.0 * pack, 4 * memory),
             lora_write=max(2.0 * pack, 4 * memory),
             partial=2.0 * pack,
+            slot=15.0,
             task=figures["task_us"],
             call=figures["job_us"] + 20.0,
         )
 
     @staticmethod
     def of(machine: Machine, threads: int) -> LayerRates:
-        """The calibrated rates that are kept for the machine, where there are any; else the derived ones."""
-        try:
-            return LayerRates.load(rates_path(machine, threads))
-        except (OSError, ValueError):
-            return LayerRates.derived(machine, threads)
+        """The calibrated rates that are kept for the machine; else those that come with the package; else derived
+        ones."""
+        shipped = Path(__file__).parent / "layer_rates" / f"{machine.name}.json"
+        for path in (rates_path(machine, threads), shipped):
+            try:
+                return LayerRates.load(path)
+            except (OSError, ValueError):
+                continue
+        return LayerRates.derived(machine, threads)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -102,7 +116,7 @@ class LayerRates:
     def unit_ms(self, unit: str) -> float:
         """Milliseconds of one unit; of products, of a millisecond."""
         rate: float = getattr(self, unit)
-        return rate if unit in ("direct", "unpack", "low") else rate * 1e-3 if unit in ("task", "call") else rate * 1e-6
+        return rate if unit in _MULTIPLES else rate * 1e-3 if unit in ("task", "call") else rate * 1e-6
 
     def thread_ms(self, work: Mapping[str, float]) -> float:
         """Thread time of amounts by unit."""
