@@ -264,8 +264,8 @@ def test_an_amx_host_is_predicted(
     evaluator = GemmEvaluator(MACHINE, 16, cache=False)
     predict = alone(LayerModel(Products(evaluator), LayerRates.of(MACHINE, 16)), shape)
     rows = RoutingLaw.parse(routing).rows(shape.experts, shape.top_k, tokens)
-    assert predict.forward(shape, rows).milliseconds == pytest.approx(forward_ms, rel=0.1)
-    assert predict.backward(shape, rows).milliseconds == pytest.approx(backward_ms, rel=0.1)
+    assert predict.forward(shape, rows).milliseconds == pytest.approx(forward_ms, rel=0.15)
+    assert predict.backward(shape, rows).milliseconds == pytest.approx(backward_ms, rel=0.15)
 
 
 def test_products_are_the_evaluators() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moesaic.perf import GemmEvaluator, GemmShape, Machine
 from moesaic.perf.communication import Link, Topology, collective_ms
 from moesaic.perf.strategy import BLOCKS, linear_candidates, pipelined_ms, plan_linear
 
@@ -75,6 +76,23 @@ def test_auto_is_never_beaten(m: int, k: int, n: int, devices: int, bandwidth: f
         return
     best = min(candidate.milliseconds for candidate in candidates)
     assert plan_linear(roofline, topology, m, k, n).milliseconds == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "chosen"), [(32, 4096, 768, "row"), (16, 4096, 16384, "column"), (32, 4096, 4096, "hybrid")]
+)
+def test_auto_on_a_machine(m: int, k: int, n: int, chosen: str) -> None:
+    """Three shapes, three strategies: a short y is cheap to reduce, a long one not, a square one is cut both ways."""
+    evaluator = GemmEvaluator(Machine.named("emr-16c"), cache=False)
+
+    def product_ms(m: int, k: int, n: int) -> float:
+        return evaluator.evaluate(GemmShape(m=m, k=k, n=n)).milliseconds
+
+    topology = Topology(devices=4)
+    times = exhaustive(product_ms, topology, m, k, n)
+    plan = plan_linear(product_ms, topology, m, k, n)
+    assert plan.strategy == chosen
+    assert plan.milliseconds == pytest.approx(min(times.values()), rel=1e-12)
 
 
 def test_one_device_keeps_the_product() -> None:

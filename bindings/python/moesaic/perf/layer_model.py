@@ -193,8 +193,11 @@ class LayerModel:
         h, i, r, rows = shape.hidden, shape.intermediate, shape.padded_rank, job.rows
         lanes = round_up(rows, 16)  # what elementwise kernels compute
         lora = shape.rank > 0
-        extra = 2 * r  # an adapter's part of the contraction, in two bf16 parts
-        low = self._low(rows, r) if lora else None
+        # An intermediate of the adapters has two bf16 parts: of ranks up to 16 they share one step of a contraction.
+        parts = 1 if shape.rank <= 16 else 2
+        extra = parts * r
+        low = self._low(lanes, r) if lora else None
+        narrow = self._low(lanes, round_up(shape.rank, 16)) if lora else None  # without padding to a whole tile
 
         def product(form: str, k: int, n: int) -> Work:
             ms = self.products.thread_ms(form, rows, k, n, again=not job.first)
@@ -216,18 +219,18 @@ class LayerModel:
             stages.append((Cut.WHOLE, "down_backward", {"low": low(h), "rank": 3 * rows * shape.rank}))
         stages.append((Cut.INTERMEDIATE, "down_backward", product("direct", h + extra, i)))
         stages.append((Cut.INTERMEDIATE, "activation_backward", {"swiglu_backward": lanes * i}))
-        if low:
+        if low and narrow:
             stages.append((Cut.INTERMEDIATE, "activation_backward", {"transpose": 3 * round_up(rows, 32) * i}))
-            # dA of down takes two parts of Q, dB of gate and up one of U each.
-            stages.append((Cut.INTERMEDIATE, "down_backward", {"low": 2 * low(i)}))
+            # dA of down takes both parts of Q, dB of gate and up one of U each.
+            stages.append((Cut.INTERMEDIATE, "down_backward", {"low": parts * low(i)}))
             stages.append((Cut.INTERMEDIATE, "gate_up_backward", {"low": 2 * low(i)}))
             if not job.first:
                 stages.append((Cut.INTERMEDIATE, "down_backward", {"partial": i * r}))
                 stages.append((Cut.INTERMEDIATE, "gate_up_backward", {"partial": 2 * i * r}))
             stages.append((Cut.WHOLE, "gate_up_backward", {"low": low(2 * i), "rank": 2 * rows * shape.rank}))
-            # dA of gate and up, and dB of down, each with rows gathered anew.
-            stages.append((Cut.HIDDEN, "gate_up_backward", {"pack": lanes * h, "low": 2 * low(h)}))
-            stages.append((Cut.HIDDEN, "down_backward", {"pack": lanes * h, "low": low(h)}))
+            # dA of gate and up takes rows of X gathered anew, dB of down the tiles of dO transposed.
+            stages.append((Cut.HIDDEN, "gate_up_backward", {"pack": lanes * h, "low": 2 * narrow(h)}))
+            stages.append((Cut.HIDDEN, "down_backward", {"transpose": round_up(rows, 32) * h, "low": low(h)}))
         stages.append((Cut.HIDDEN, "gate_up_backward", product("unpack", 2 * i + extra, h)))
         return stages
 

@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 __all__ = ["Cut", "Job", "JobCut", "Schedule", "Stage", "chunk_rows", "cut_jobs", "run_jobs"]
 
@@ -39,8 +40,7 @@ def chunk_rows(hidden: int, intermediate: int) -> int:
     return min(max(most, min(max(least, 32), 128)), _MOST_CHUNK_ROWS)
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """Rows of one expert that are computed together; `first`: no other job of this expert comes before."""
 
     expert: int
