@@ -10,7 +10,7 @@ chunks of hot experts and skewed routing need no terms of their own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moesaic.perf.fields import whole
@@ -189,55 +189,8 @@ class LayerModel:
         return chain, times
 
     def _stages(self, shape: ExpertsShape, job: Job, *, backward: bool) -> list[tuple[Cut, str, Work]]:
-        """(what its parts are ranges of, group of phases, work) in the order in which a job is computed."""
-        h, i, r, rows = shape.hidden, shape.intermediate, shape.padded_rank, job.rows
-        lanes = round_up(rows, 16)  # what elementwise kernels compute
-        lora = shape.rank > 0
-        # An intermediate of the adapters has two bf16 parts: of ranks up to 16 they share one step of a contraction.
-        parts = 1 if shape.rank <= 16 else 2
-        extra = parts * r
-        low = self._low(lanes, r) if lora else None
-        narrow = self._low(lanes, round_up(shape.rank, 16)) if lora else None  # without padding to a whole tile
-
-        def product(form: str, k: int, n: int) -> Work:
-            ms = self.products.thread_ms(form, rows, k, n, again=not job.first)
-            return {form: ms.compute, f"{form}_stream": ms.stream}
-
-        stages: list[tuple[Cut, str, Work]] = []
-        if not backward:
-            stages.append((Cut.WHOLE, "pack_input", {"pack": lanes * h}))
-            if low:
-                stages.append((Cut.WHOLE, "gate_up", {"low": low(h), "rank": rows * shape.rank}))
-            stages.append((Cut.INTERMEDIATE, "gate_up", product("direct", h + extra, 2 * i)))
-            stages.append((Cut.INTERMEDIATE, "activation", {"swiglu_forward": lanes * i}))
-            if low:
-                stages.append((Cut.WHOLE, "down", {"low": low(i), "rank": rows * shape.rank}))
-            stages.append((Cut.HIDDEN, "down", product("unpack", i + extra, h)))
-            return stages
-        stages.append((Cut.WHOLE, "scatter_pack", {"pack": lanes * h}))
-        if low:
-            stages.append((Cut.WHOLE, "down_backward", {"low": low(h), "rank": 3 * rows * shape.rank}))
-        stages.append((Cut.INTERMEDIATE, "down_backward", product("direct", h + extra, i)))
-        stages.append((Cut.INTERMEDIATE, "activation_backward", {"swiglu_backward": lanes * i}))
-        if low and narrow:
-            stages.append((Cut.INTERMEDIATE, "activation_backward", {"transpose": 3 * round_up(rows, 32) * i}))
-            # dA of down takes both parts of Q, dB of gate and up one of U each.
-            stages.append((Cut.INTERMEDIATE, "down_backward", {"low": parts * low(i)}))
-            stages.append((Cut.INTERMEDIATE, "gate_up_backward", {"low": 2 * low(i)}))
-            if not job.first:
-                stages.append((Cut.INTERMEDIATE, "down_backward", {"partial": i * r}))
-                stages.append((Cut.INTERMEDIATE, "gate_up_backward", {"partial": 2 * i * r}))
-            stages.append((Cut.WHOLE, "gate_up_backward", {"low": low(2 * i), "rank": 2 * rows * shape.rank}))
-            # dA of gate and up takes rows of X gathered anew, dB of down the tiles of dO transposed.
-            stages.append((Cut.HIDDEN, "gate_up_backward", {"pack": lanes * h, "low": 2 * narrow(h)}))
-            stages.append((Cut.HIDDEN, "down_backward", {"transpose": round_up(rows, 32) * h, "low": low(h)}))
-        stages.append((Cut.HIDDEN, "gate_up_backward", product("unpack", 2 * i + extra, h)))
-        return stages
-
-    def _low(self, rows: int, rank: int) -> Callable[[int], float]:
-        """Milliseconds at the compute ceiling of one thread of rows x rank x `size`."""
-        flops = 2.0 * round_up(rows, 16) * rank
-        return lambda size: flops * size / (self.products.peak_gflops / self.threads * 1e6)
+        stages = _JobStages(self.products, shape, job)
+        return stages.backward() if backward else stages.forward()
 
     def limits(self, shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> tuple[float, float]:
         """Flops of a call, and the bytes that must cross the memory bus at least once."""
@@ -248,6 +201,75 @@ class LayerModel:
         dram = shape.weight_bytes * hit / shape.experts + 4.0 * shape.lora_values * hit + saved
         dram += 4.0 * count / shape.top_k * shape.hidden
         return flops, dram + (4.0 * shape.lora_values * shape.experts if backward else 0.0)
+
+
+class _JobStages:
+    """The stages of one job, in the order in which they are computed: (what its parts are ranges of, group of phases,
+    work)."""
+
+    def __init__(self, products: Products, shape: ExpertsShape, job: Job) -> None:
+        self._products, self._shape, self._job = products, shape, job
+        self._lanes = round_up(job.rows, 16)  # rows that elementwise kernels compute
+        # An intermediate of the adapters has two bf16 parts: of ranks up to 16 they share one step of a contraction.
+        self._parts = 1 if shape.rank <= 16 else 2
+        self._found: list[tuple[Cut, str, Work]] = []
+
+    def forward(self) -> list[tuple[Cut, str, Work]]:
+        """pack_input, gate_up_lora; gate_up_gemm and activation; down_lora; down_gemm."""
+        h, i, rank = self._shape.hidden, self._shape.intermediate, self._shape.rank
+        self._add(Cut.WHOLE, "pack_input", {"pack": self._lanes * h})
+        if rank:
+            self._add(Cut.WHOLE, "gate_up", {"low": self._low(h), "rank": self._job.rows * rank})
+        self._add(Cut.INTERMEDIATE, "gate_up", self._product("direct", h, 2 * i))
+        self._add(Cut.INTERMEDIATE, "activation", {"swiglu_forward": self._lanes * i})
+        if rank:
+            self._add(Cut.WHOLE, "down", {"low": self._low(i), "rank": self._job.rows * rank})
+        self._add(Cut.HIDDEN, "down", self._product("unpack", i, h))
+        return self._found
+
+    def backward(self) -> list[tuple[Cut, str, Work]]:
+        """ScatterAndPack; DownBase, with the gradients that run along I; GateUpLora; SumHidden; GateUpBase."""
+        h, i, rank, rows = self._shape.hidden, self._shape.intermediate, self._shape.rank, self._job.rows
+        self._add(Cut.WHOLE, "scatter_pack", {"pack": self._lanes * h})
+        if rank:
+            self._add(Cut.WHOLE, "down_backward", {"low": self._low(h), "rank": 3 * rows * rank})
+        self._add(Cut.INTERMEDIATE, "down_backward", self._product("direct", h, i))
+        self._add(Cut.INTERMEDIATE, "activation_backward", {"swiglu_backward": self._lanes * i})
+        if rank:
+            self._adapter_gradients()
+        self._add(Cut.HIDDEN, "gate_up_backward", self._product("unpack", 2 * i, h))
+        return self._found
+
+    def _adapter_gradients(self) -> None:
+        h, i, rank, rows = self._shape.hidden, self._shape.intermediate, self._shape.rank, self._job.rows
+        whole, padded = round_up(rows, 32), self._shape.padded_rank
+        self._add(Cut.INTERMEDIATE, "activation_backward", {"transpose": 3 * whole * i})
+        # dA of down takes both parts of Q, dB of gate and up one of U each.
+        self._add(Cut.INTERMEDIATE, "down_backward", {"low": self._parts * self._low(i)})
+        self._add(Cut.INTERMEDIATE, "gate_up_backward", {"low": 2 * self._low(i)})
+        if not self._job.first:
+            self._add(Cut.INTERMEDIATE, "down_backward", {"partial": i * padded})
+            self._add(Cut.INTERMEDIATE, "gate_up_backward", {"partial": 2 * i * padded})
+        self._add(Cut.WHOLE, "gate_up_backward", {"low": self._low(2 * i), "rank": 2 * rows * rank})
+        # dA of gate and up takes rows of X gathered anew, and both parts of P without padding to a whole tile; dB of
+        # down the tiles of dO, transposed.
+        narrow = round_up(rank, 16) / padded
+        self._add(Cut.HIDDEN, "gate_up_backward", {"pack": self._lanes * h, "low": 2 * narrow * self._low(h)})
+        self._add(Cut.HIDDEN, "down_backward", {"transpose": whole * h, "low": self._low(h)})
+
+    def _add(self, cut: Cut, phase: str, work: Work) -> None:
+        self._found.append((cut, phase, work))
+
+    def _product(self, form: str, k: int, n: int) -> Work:
+        """A base product, with the adapter as a further part of its contraction."""
+        k += self._parts * self._shape.padded_rank
+        ms = self._products.thread_ms(form, self._job.rows, k, n, again=not self._job.first)
+        return {form: ms.compute, f"{form}_stream": ms.stream}
+
+    def _low(self, size: int) -> float:
+        """Milliseconds at the compute ceiling of one thread of rows x (padded rank) x size."""
+        flops = 2.0 * self._lanes * self._shape.padded_rank * size
+        return flops * self._products.threads / (self._products.peak_gflops * 1e6)
 
 
 class ShapeLayers(LayerModel):
