@@ -7,11 +7,14 @@
 #include <map>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings/unlocked.h"
+#include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tile_evaluator/gemm_model.h"
+#include "profiling/bench/grouped_gemm.h"
 #include "threadpool/pool.h"
 
 namespace py = pybind11;
@@ -177,6 +180,32 @@ class Evaluator {
   MachineModel machine_;
 };
 
+/// A grouped GEMM on the process's pool.
+class GroupedGemm {
+ public:
+  GroupedGemm(const std::string& isa, const ProblemTuple& shape, std::int64_t weight_bytes)
+      : gemm_(TierNamed(isa), ProblemOf(shape), threadpool::Pool::Default(), weight_bytes) {}
+
+  std::vector<std::vector<double>> Measure(const std::vector<ConfigurationTuple>& tuples, int count) {
+    std::vector<GemmConfiguration> configurations;
+    configurations.reserve(tuples.size());
+    for (const ConfigurationTuple& tuple : tuples) configurations.push_back(ConfigurationOf(tuple));
+    return gemm_.Measure(configurations, count);
+  }
+
+  std::uint64_t Digest() const { return gemm_.Digest(); }
+
+ private:
+  static const KernelTier& TierNamed(const std::string& isa) {
+    for (const KernelTier* tier : KernelTiers()) {
+      if (tier->name == isa && tier->runs_here()) return *tier;
+    }
+    throw std::invalid_argument("isa is \"" + isa + "\", expected a tier that runs here");
+  }
+
+  bench::GroupedGemm gemm_;
+};
+
 }  // namespace
 
 void RegisterEvaluator(py::module_& module) {
@@ -189,6 +218,11 @@ void RegisterEvaluator(py::module_& module) {
       .def("choose", &Evaluator::Choose, py::arg("shapes"), py::arg("space"))
       .def("rank", &Evaluator::Rank, py::arg("shape"), py::arg("space"), py::arg("count"))
       .def("estimate", &Evaluator::Estimate, py::arg("shape"), py::arg("configuration"));
+  py::class_<GroupedGemm>(module, "GroupedGemm", "A grouped GEMM on the engine's threads; profiling/bench/grouped_gemm.h.")
+      .def(py::init<const std::string&, const ProblemTuple&, std::int64_t>(), py::arg("isa"), py::arg("shape"),
+           py::arg("weight_bytes") = 0, py::call_guard<Unlocked>())
+      .def("measure", &GroupedGemm::Measure, py::arg("configurations"), py::arg("count"), py::call_guard<Unlocked>())
+      .def("digest", &GroupedGemm::Digest);
 }
 
 }  // namespace moesaic::bindings

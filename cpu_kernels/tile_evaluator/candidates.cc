@@ -100,10 +100,13 @@ bool Legal(const GemmProblem& problem, const GemmConfiguration& c) {
   const auto on_grid = [](std::int64_t value, std::int64_t grid, std::int64_t all) {
     return value >= 1 && (value % grid == 0 || value >= all);
   };
-  return on_grid(c.task_rows, kPanelRows, 1) && c.task_rows % kPanelRows == 0 && c.call_rows >= 1 &&
-         c.call_rows % kPanelRows == 0 && on_grid(c.task_columns, kColumnGrid, problem.n) &&
-         on_grid(c.call_columns, kTileColumns, problem.n) && on_grid(c.call_depth, kDepthGrid, problem.k) &&
-         (c.call_depth >= problem.k || problem.output_bytes == 4 || problem.form != GemmForm::kUnpack);
+  if (c.task_rows < 1 || c.task_rows % kPanelRows != 0 || c.call_rows < 1 || c.call_rows % kPanelRows != 0) return false;
+  if (!on_grid(c.task_columns, kColumnGrid, problem.n) || !on_grid(c.call_columns, kTileColumns, problem.n)) return false;
+  if (problem.form == GemmForm::kGradient && problem.output_bytes != 4) return false;
+  if (c.call_depth >= problem.k) return true;
+  if (c.call_depth < 1 || c.call_depth % kDepthGrid != 0) return false;
+  if (problem.form == GemmForm::kUnpack) return problem.output_bytes == 4;
+  return problem.form == GemmForm::kGradient || kColumnGrid % c.call_columns == 0;
 }
 
 std::vector<GemmConfiguration> Candidates(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space) {

@@ -207,9 +207,11 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   return time;
 }
 
-std::int64_t EvenRows(std::int64_t rows, std::int64_t most) { return RoundUp(CeilDiv(rows, CeilDiv(rows, most)), kPanelRows); }
-
 }  // namespace
+
+std::int64_t TaskRows(std::int64_t rows, const GemmConfiguration& configuration) {
+  return RoundUp(CeilDiv(rows, CeilDiv(rows, configuration.task_rows)), kPanelRows);
+}
 
 std::string_view GemmPartName(GemmPart part) {
   constexpr std::array<std::string_view, kGemmParts> kNames = {"arithmetic", "l1",   "l2",         "l3",      "dram",
@@ -230,7 +232,7 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   GemmEstimate estimate;
   double work = 0, tasks = 0, longest = 0, last = 0;
   for (const GroupRows& group : problem.groups) {
-    const std::int64_t rows = EvenRows(group.rows, configuration.task_rows);
+    const std::int64_t rows = TaskRows(group.rows, configuration);
     const std::int64_t chunks = CeilDiv(group.rows, rows);
     const auto add = [&](std::int64_t task_rows, std::int64_t task_columns, double count, bool weights_again) {
       if (task_rows == 0 || task_columns == 0 || count == 0) return;

@@ -74,7 +74,15 @@ struct GemmEstimate {
 /// @param configuration  one of Candidates(), or any that Legal() accepts
 GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& configuration, const MachineModel& machine);
 
-/// Whether the kernels can run it: positive sizes, columns and depth of a call on the grid of superblocks.
+/// Columns of a call, at most, for which the direct form's next call has its weights prefetched meanwhile.
+inline constexpr std::int64_t kMostPrefetched = 128;
+
+/// Rows of the tasks of a group with so many rows: they are dealt evenly, in whole panels.
+std::int64_t TaskRows(std::int64_t rows, const GemmConfiguration& configuration);
+
+/// Whether the kernels can run it: positive sizes on the grid of panels and superblocks; a part of the contraction only where
+/// results stay fp32 until the last part and, in the direct form, where calls lie within a row of superblocks; gradients in
+/// fp32.
 bool Legal(const GemmProblem& problem, const GemmConfiguration& configuration);
 
 enum class CandidateSpace {

@@ -252,3 +252,13 @@ class TileEvaluator:
     def choose(self, shapes: Sequence[_Problem], space: str) -> list[_Answer]: ...
     def rank(self, shape: _Problem, space: str, count: int) -> list[_Answer]: ...
     def estimate(self, shape: _Problem, configuration: _Configuration) -> _Answer: ...
+
+class GroupedGemm:
+    """A grouped GEMM on the engine's threads, run as configurations say; `isa` must run here."""
+
+    def __init__(self, isa: str, shape: _Problem, weight_bytes: int = 0) -> None: ...
+    def measure(self, configurations: Sequence[_Configuration], count: int) -> list[list[float]]:
+        """Milliseconds of `count` passes of each, which take turns."""
+
+    def digest(self) -> int:
+        """Of the bits of the last result."""

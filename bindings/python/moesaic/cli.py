@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from moesaic.commands import bench, doctor, predict, profile
+from moesaic.commands import bench, doctor, predict, profile, tune
 from moesaic.commands.output import CommandError, UsageError
 
 
@@ -30,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_parser(commands)
     profile.add_parser(commands)
     predict.add_parser(commands)
+    tune.add_parser(commands)
     return parser
 
 

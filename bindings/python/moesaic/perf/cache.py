@@ -4,10 +4,10 @@ A record is one line with an empty line behind it, so that what is damaged ends 
 
     <CRC-32 of the rest, 8 digits> <kind> <key> <value as JSON>
 
-Kinds are ``e`` (an answer), ``u`` (uses of a key by one process since its last such record) and ``d`` (all before it is
-dropped). A writer takes a lock on the file and appends its records with one write; a reader needs no lock. A record
-that was cut short or changed fails its checksum and is passed over, every other one counts. Compaction writes a new
-file and renames it, under the same lock.
+Kinds are ``e`` (an answer) and ``u`` (uses of a key by one process since its last such record). A writer takes a lock on
+the file and appends its records with one write; a reader needs no lock. A record that was cut short or changed fails
+its checksum and is passed over, every other one counts. Compaction writes a new file and renames it, under the same
+lock. docs/EVALUATOR.md says why not SQLite.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import fcntl
 import json
 import logging
 import os
+import stat
 import threading
 import weakref
 import zlib
@@ -91,19 +92,19 @@ class Cache:
 
     # ---- answers ----
 
-    def get(self, key: str) -> Any | None:
-        """The value of a key, counted as a use; None where there is none."""
+    def get(self, key: str, count: bool = True) -> Any | None:
+        """The value of a key; None where there is none. Either way it is a use, unless `count` is false."""
         with self._lock:
-            self._new_uses[key] = self._new_uses.get(key, 0) + 1
+            if count:
+                self._new_uses[key] = self._new_uses.get(key, 0) + 1
             found = self._values.get(key)
             if found is None and self._changed():
                 self._load()
                 found = self._values.get(key)
-            if found is not None:
-                self.hits += 1
-                return json.loads(found)
-            self.misses += 1
-            return None
+            value = _json_or_none(found)
+            self.hits += value is not None
+            self.misses += value is None
+            return value
 
     def has(self, key: str) -> bool:
         """Whether the key has a value; counts as no use."""
@@ -132,10 +133,9 @@ class Cache:
         with self._lock:
             if not self._new_uses:
                 return
-            counted, self._new_uses = self._new_uses, {}
-            for key, uses in counted.items():
-                self._uses[key] = self._uses.get(key, 0) + uses
-            self._append([_record(b"u", key.encode(), b"%d" % uses) for key, uses in counted.items()])
+            if self.writable:
+                counted, self._new_uses = self._new_uses, {}  # counts from here on when they are read again
+                self._append([_record(b"u", key.encode(), b"%d" % uses) for key, uses in counted.items()])
 
     # ---- the whole ----
 
@@ -187,7 +187,7 @@ class Cache:
         """Entries and counts as a JSON document."""
         with self._lock:
             uses = self.uses()
-            entries = {key: json.loads(value) for key, value in sorted(self._values.items())}
+            entries = {key: _json_or_none(value) for key, value in sorted(self._values.items())}
             return {"schema": 1, "entries": entries, "uses": {key: uses[key] for key in sorted(uses)}}
 
     def import_(self, document: Any) -> int:
@@ -233,6 +233,8 @@ class Cache:
 
     def _read_from(self, file: IO[bytes]) -> None:
         status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            return
         if status.st_ino != self._inode or status.st_size < self._read:
             self._values.clear()
             self._uses.clear()
@@ -261,9 +263,6 @@ class Cache:
         elif kind == b"u":
             self._useless += key in self._uses
             self._uses[key] = self._uses.get(key, 0) + int(value)
-        elif kind == b"d":
-            self._values.clear()
-            self._uses.clear()
 
     def _append(self, lines: list[bytes]) -> None:
         if not lines or not self.writable:
@@ -314,16 +313,17 @@ class Cache:
                     self._values.clear()
                     self._uses.clear()
                 # What is used least goes first where there is too much.
-                by_use = sorted(self._values, key=lambda key: self._uses.get(key, 0), reverse=True)
+                by_use = sorted({**self._values, **self._uses}, key=lambda key: self._uses.get(key, 0), reverse=True)
                 kept, size = [], 0
                 for key in by_use:
-                    record = _record(b"e", key.encode(), self._values[key])
-                    uses = _record(b"u", key.encode(), b"%d" % self._uses.get(key, 0))
-                    size += len(record) + len(uses)
+                    record = _record(b"u", key.encode(), b"%d" % self._uses[key]) if key in self._uses else b""
+                    if key in self._values:
+                        record += _record(b"e", key.encode(), self._values[key])
+                    size += len(record)
                     if size > _MOST_BYTES // 2:
                         break
-                    kept += [record, uses]
-                temporary = self.path.with_name(f".{FILE}.{os.getpid()}")
+                    kept.append(record)
+                temporary = self.path.with_name(f".{FILE}.new")  # one at a time, under the lock
                 with open(temporary, "wb") as file:
                     file.write(b"\n\n" + b"".join(kept))
                     file.flush()
@@ -348,6 +348,13 @@ def _parse_record(line: bytes) -> tuple[bytes, str, bytes] | None:
         kind, key, value = line[9:].split(b" ", 2)
         return kind, key.decode(), value
     except ValueError:
+        return None
+
+
+def _json_or_none(text: bytes | None) -> Any | None:
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError:  # of a foreign program: computed anew
         return None
 
 

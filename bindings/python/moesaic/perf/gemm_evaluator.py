@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from moesaic import _core
@@ -17,6 +18,7 @@ log = logging.getLogger("moesaic.perf")
 
 PARTS: tuple[str, ...] = _core.gemm_parts
 Space = Literal["pruned", "published"]
+Mode = Literal["analytic", "measured"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +72,12 @@ class GemmEvaluator:
         isa: tier of kernels; None: the machine's.
         space: "pruned": configurations that differ and are not bad by rule. "published": 20 tiles of L2 x 30 of L1 x 3
             orders, 1,800 a shape.
+        mode: "analytic": what the model finds best. "measured": the best few really run on this host, and the fastest
+            taken, with its measured time.
 
     Raises:
-        ValueError: more threads than the machine has, or an unknown tier.
+        ValueError: more threads than the machine has, or an unknown tier; measuring for a machine that is not this
+        host.
     """
 
     def __init__(
@@ -83,15 +88,27 @@ class GemmEvaluator:
         *,
         isa: str | None = None,
         space: Space = "pruned",
+        mode: Mode = "analytic",
     ) -> None:
+        if space not in ("pruned", "published"):
+            raise ValueError(f"space is {space!r}, expected 'pruned' or 'published'")
+        if mode not in ("analytic", "measured"):
+            raise ValueError(f"mode is {mode!r}, expected 'analytic' or 'measured'")
         self.machine = machine
         self.threads = threads if threads is not None else machine.threads
         self.isa = isa or machine.isa
         self.space: Space = space
+        self.mode: Mode = mode
         self.cache: Cache | None = None if cache is False else cache if cache is not None else Cache()
+        if mode == "measured":
+            from moesaic.perf.timing import require_this_host
+
+            require_this_host(machine, self.isa, self.threads)
         self._core = _core.TileEvaluator(machine.figures(self.threads, self.isa))
-        self._prefix = f"v{_core.gemm_model_version}.{machine.identity}.{self.isa}.t{self.threads}.{space}."
+        self.prefix = f"v{_core.gemm_model_version}.{machine.identity}.{self.isa}.t{self.threads}.{space}.{mode}."
+        """How the keys of this evaluator's answers begin."""
         self._answers: dict[GemmShape, tuple[str, GemmEstimate]] = {}
+        self._counts = True
         self.candidates = 0
         """Configurations looked at so far."""
 
@@ -103,7 +120,7 @@ class GemmEvaluator:
         """
         known = self._answers.get(shape)
         if known is not None:
-            if self.cache is not None:
+            if self.cache is not None and self._counts:
                 self.cache.count(known[0])
             return known[1]
         return self.evaluate_many([shape])[0]
@@ -122,9 +139,30 @@ class GemmEvaluator:
         """Whether the answer is there already; counts as no use."""
         return shape in self._answers or (self.cache is not None and self.cache.has(self.key(shape)))
 
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, looking up counts as no use: for filling the cache ahead of use, and for showing it."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+
     def key(self, shape: GemmShape) -> str:
         """The shape's key in the cache: version, machine, tier, threads, shape."""
-        return self._prefix + shape.key
+        return self.prefix + shape.key
+
+    def history(self) -> list[GemmShape]:
+        """Every shape that was ever asked for in this cache, by any process and for any machine, most used first."""
+        if self.cache is None:
+            return []
+        uses: dict[GemmShape, int] = {}
+        for key, count in self.cache.uses().items():
+            # version . identity . tier . threads . space . mode . shape
+            with contextlib.suppress(ValueError):
+                shape = GemmShape.from_key(key.split(".", 6)[-1])
+                uses[shape] = uses.get(shape, 0) + count
+        return sorted(uses, key=lambda shape: -uses[shape])
 
     def nearest(self, shape: GemmShape) -> GemmEstimate:
         """An answer at once for a shape that was never looked at: the configuration of the nearest known one of the
@@ -141,7 +179,7 @@ class GemmEvaluator:
         if best is None:
             return self.evaluate(shape)
         configuration = _fitted(best.configuration, shape)
-        row = self._core.estimate(_problem(shape, configuration.form), configuration.as_tuple())
+        row = self._core.estimate(problem_of(shape, configuration.form), configuration.as_tuple())
         return _estimate(row, configuration.form, "nearest")
 
     def estimate(self, shape: GemmShape, configuration: Configuration) -> GemmEstimate:
@@ -150,41 +188,34 @@ class GemmEvaluator:
         Raises:
             ValueError: the kernels cannot run it.
         """
-        row = self._core.estimate(_problem(shape, configuration.form), configuration.as_tuple())
+        row = self._core.estimate(problem_of(shape, configuration.form), configuration.as_tuple())
         return _estimate(row, configuration.form, "analytic")
 
     def rank(self, shape: GemmShape, count: int) -> list[GemmEstimate]:
         """The best `count` configurations, best first."""
         found = []
         for form in _forms(shape):
-            rows = self._core.rank(_problem(shape, form), self.space, count)
+            rows = self._core.rank(problem_of(shape, form), self.space, count)
             found += [_estimate(row, form, "analytic") for row in rows]
         return sorted(found, key=lambda e: e.milliseconds)[:count]
 
     def _look_up(self, shape: GemmShape) -> GemmEstimate | None:
         known = self._answers.get(shape)
         if known is not None:
-            if self.cache is not None:
+            if self.cache is not None and self._counts:
                 self.cache.count(known[0])
             return known[1]
         if self.cache is None:
             return None
         key = self.key(shape)
-        answer = _from_json(self.cache.get(key))
+        answer = _from_json(self.cache.get(key, count=self._counts))
         log.debug("%s %s", "hit" if answer is not None else "miss", key)
         if answer is not None:
             self._answers[shape] = (key, answer)
         return answer
 
     def _compute(self, shapes: list[GemmShape]) -> None:
-        problems = [(shape, form) for shape in shapes for form in _forms(shape)]
-        rows = self._core.choose([_problem(shape, form) for shape, form in problems], self.space)
-        best: dict[GemmShape, GemmEstimate] = {}
-        for (shape, form), row in zip(problems, rows, strict=True):
-            answer = _estimate(row, form, "analytic")
-            self.candidates += answer.candidates
-            if shape not in best or answer.milliseconds < best[shape].milliseconds:
-                best[shape] = answer
+        best = self._measure(shapes) if self.mode == "measured" else self._choose(shapes)
         new = {}
         for shape, answer in best.items():
             key = self.key(shape)
@@ -193,15 +224,40 @@ class GemmEvaluator:
         if self.cache is not None:
             self.cache.put(new)
 
+    def _choose(self, shapes: list[GemmShape]) -> dict[GemmShape, GemmEstimate]:
+        problems = [(shape, form) for shape in shapes for form in _forms(shape)]
+        rows = self._core.choose([problem_of(shape, form) for shape, form in problems], self.space)
+        best: dict[GemmShape, GemmEstimate] = {}
+        for (shape, form), row in zip(problems, rows, strict=True):
+            answer = _estimate(row, form, "analytic")
+            self.candidates += answer.candidates
+            if shape not in best or answer.milliseconds < best[shape].milliseconds:
+                best[shape] = answer
+        return best
 
-def _forms(shape: GemmShape) -> Iterable[str]:
+    def _measure(self, shapes: list[GemmShape]) -> dict[GemmShape, GemmEstimate]:
+        from moesaic.perf.timing import FINALISTS, ShapeTimer, best_of
+
+        best = {}
+        for shape in shapes:
+            ranked = self.rank(shape, FINALISTS)
+            self.candidates += ranked[0].candidates
+            answer, milliseconds = best_of(ShapeTimer(self.isa, shape, self.machine.l3_bytes), ranked)
+            scale = milliseconds / answer.milliseconds
+            parts = {name: value * scale for name, value in answer.parts.items()}
+            best[shape] = dataclasses.replace(answer, milliseconds=milliseconds, parts=parts, source="measured")
+        return best
+
+
+def _forms(shape: GemmShape) -> tuple[str, ...]:
     if shape.form is not None:
         return (shape.form,)
     # A row-major bf16 result is what only the unpack form writes.
     return ("unpack",) if shape.output == "bf16" else ("direct", "unpack")
 
 
-def _problem(shape: GemmShape, form: str) -> tuple[Any, ...]:
+def problem_of(shape: GemmShape, form: str) -> tuple[Any, ...]:
+    """A shape as `_core` takes it."""
     return (
         shape.group_rows,
         shape.k,

@@ -27,7 +27,7 @@ class PrewarmReport:
 
 
 def prewarm(evaluator: GemmEvaluator, shapes: Iterable[GemmShape], progress: bool = False) -> PrewarmReport:
-    """Evaluates shapes, each once, in parallel.
+    """Evaluates shapes, each once, in parallel. They count as no uses.
 
     Args:
         evaluator: whose cache keeps the answers.
@@ -38,10 +38,11 @@ def prewarm(evaluator: GemmEvaluator, shapes: Iterable[GemmShape], progress: boo
     before = evaluator.candidates
     misses = sum(not evaluator.known(shape) for shape in different)
     start = time.perf_counter()
-    if progress:
-        _with_bar(evaluator, different)
-    else:
-        evaluator.evaluate_many(different)
+    with evaluator.uncounted():
+        if progress:
+            _with_bar(evaluator, different)
+        else:
+            evaluator.evaluate_many(different)
     elapsed = (time.perf_counter() - start) * 1e3
     size = evaluator.cache.stats().bytes if evaluator.cache is not None else 0
     return PrewarmReport(len(different), evaluator.candidates - before, len(different) - misses, misses, elapsed, size)

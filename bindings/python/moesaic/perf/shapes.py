@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import hashlib
 from collections.abc import Iterable, Sequence
 
 from moesaic.perf.model_config import TransformerConfig
@@ -57,6 +57,8 @@ class GemmShape:
                 raise ValueError(f"{field} is {getattr(self, field)!r}, expected one of {', '.join(known)}")
         if self.form is not None and self.form not in FORMS:
             raise ValueError(f"form is {self.form!r}, expected one of {', '.join(FORMS)} or None")
+        if self.form == "gradient" and self.output != "fp32":
+            raise ValueError(f"output is {self.output!r}, expected 'fp32' with form 'gradient': sums stay exact")
         if self.rows is not None:
             if len(self.rows) != self.groups or min(self.rows) < 0:
                 raise ValueError(
@@ -94,11 +96,39 @@ class GemmShape:
         """The shape as a part of a cache's key."""
         rows = "even"
         if self.rows is not None:
-            rows = hashlib.sha256(repr(sorted(self.rows)).encode()).hexdigest()[:12]
+            counts = collections.Counter(self.rows)
+            rows = "_".join(f"{r}x{counts[r]}" for r in sorted(counts, reverse=True))
         return (
             f"g{self.groups}.m{self.m}.k{self.k}.n{self.n}.{self.input}.{self.output}.{self.weights}."
             f"{self.form or 'any'}.{'tiles' if self.packed else 'rows'}.{rows}"
         )
+
+    @classmethod
+    def from_key(cls, key: str) -> GemmShape:
+        """The shape of a `key`; the order of its groups is lost.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            groups, m, k, n, input_, output, weights, form, packed, rows = key.split(".")
+            if (groups[0], m[0], k[0], n[0]) != ("g", "m", "k", "n") or packed not in ("tiles", "rows"):
+                raise ValueError
+            some = [tuple(map(int, part.split("x"))) for part in rows.split("_")] if rows != "even" else None
+            return cls(
+                groups=int(groups[1:]),
+                m=int(m[1:]),
+                k=int(k[1:]),
+                n=int(n[1:]),
+                input=input_,
+                output=output,
+                weights=weights,
+                rows=None if some is None else tuple(r for r, count in some for _ in range(count)),
+                form=None if form == "any" else form,
+                packed=packed == "tiles",
+            )
+        except (ValueError, IndexError):
+            raise ValueError(f"key is {key!r}, expected that of a GEMM shape") from None
 
 
 def expert_rows(tokens: int, top_k: int, experts: int, routing: str = "uniform") -> tuple[int, ...]:

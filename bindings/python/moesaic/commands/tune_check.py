@@ -1,0 +1,153 @@
+"""`moesaic tune --check`: the evaluator's choices against what really runs fastest here."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from moesaic.commands.options import progress
+from moesaic.commands.output import Tables, UsageError
+
+if TYPE_CHECKING:
+    from moesaic.perf import GemmShape, Machine
+    from moesaic.perf.gemm_evaluator import Configuration, GemmEstimate
+    from moesaic.perf.timing import ShapeTimer
+
+SCHEMA = 1
+_FINALS = 10
+"""The best of all candidates, which are run again in turn with the evaluator's choices."""
+_BARS = {
+    "analytic within 5%": ("analytic", 1.05, 0.90),
+    "analytic within 15%": ("analytic", 1.15, 1.0),
+    "measured within 3%": ("measured", 1.03, 0.95),
+}
+_SCAN_MS = 1500.0  # of running all candidates of a shape
+_FINAL_MS = 1200.0  # of running the best in turn
+
+
+def held_out_shapes() -> list[GemmShape]:
+    """Shapes that no figure of a machine was made from."""
+    from moesaic.perf import GemmShape
+
+    with resources.files("moesaic.perf").joinpath("held_out.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return [
+        GemmShape(
+            groups=int(row["groups"]),
+            m=int(row["m"]),
+            k=int(row["k"]),
+            n=int(row["n"]),
+            form=row["form"],
+            input=row["input"],
+            output=row["output"],
+        )
+        for row in rows
+    ]
+
+
+def check(machine: Machine, count: int) -> dict[str, Any]:
+    """Runs it on the first `count` shapes; the document that --json prints. `ok`: every bar holds."""
+    from moesaic import perf
+    from moesaic.perf.timing import FINALISTS, ShapeTimer, best_of, require_this_host
+
+    evaluator = perf.GemmEvaluator(machine, cache=False)
+    try:
+        require_this_host(machine, evaluator.isa, evaluator.threads)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    shapes = held_out_shapes()[:count]
+    tell = progress()
+    rows = []
+    for i, shape in enumerate(shapes):
+        tell(f"{i + 1} of {len(shapes)}: {shape.groups} x {shape.m} x {shape.k} x {shape.n}")
+        ranked = evaluator.rank(shape, 10_000)
+        timer = ShapeTimer(evaluator.isa, shape, machine.l3_bytes)
+        measured, _ = best_of(timer, ranked[:FINALISTS])
+        rows.append(_compare(timer, shape, ranked, measured.configuration))
+    tell("")
+    bars = _judge(rows)
+    return {
+        "schema": SCHEMA,
+        "machine": {
+            "name": machine.name,
+            "identity": machine.identity,
+            "isa": evaluator.isa,
+            "threads": evaluator.threads,
+        },
+        "ok": all(bar["held"] for bar in bars),
+        "bars": bars,
+        "shapes": rows,
+    }
+
+
+def _compare(
+    timer: ShapeTimer, shape: GemmShape, ranked: Sequence[GemmEstimate], measured: Configuration
+) -> dict[str, Any]:
+    """Runs all candidates, then the best of them, the model's choice and the measured one in turn."""
+    configurations = [answer.configuration for answer in ranked]
+    analytic = configurations[0]
+    timer.measure(configurations[:1], 1)
+    count = max(2, min(5, int(_SCAN_MS / max(ranked[0].milliseconds * len(ranked), 1e-3))))
+    scan = [min(row) for row in timer.measure(configurations, count)]
+    order = sorted(range(len(scan)), key=lambda i: scan[i])[:_FINALS]
+    finals = list(dict.fromkeys([analytic, measured, *(configurations[i] for i in order)]))
+    count = max(5, min(40, int(_FINAL_MS / max(scan[order[0]] * len(finals), 1e-3))))
+    timer.measure(finals, 1)
+    medians = [statistics.median(row) for row in timer.measure(finals, count)]
+    best = min(medians)
+    sizes = {name: getattr(shape, name) for name in ("groups", "m", "k", "n", "form", "input", "output")}
+    fastest = finals[medians.index(best)]
+    return {
+        **sizes,
+        "candidates": len(ranked),
+        "repetitions": count,
+        "predicted_ms": ranked[0].milliseconds,
+        "analytic_ms": medians[0],
+        "measured_ms": medians[finals.index(measured)],
+        "best_ms": best,
+        "analytic": medians[0] / best,
+        "measured": medians[finals.index(measured)] / best,
+        "chosen": vars(analytic),
+        "fastest": vars(fastest),
+        "fastest_predicted_ms": next(a.milliseconds for a in ranked if a.configuration == fastest),
+    }
+
+
+def _judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    bars = []
+    for name, (which, ratio, share) in _BARS.items():
+        found = sum(row[which] <= ratio for row in rows) / len(rows)
+        bars.append({"bar": name, "share": found, "expected": share, "held": found >= share})
+    return bars
+
+
+def show(document: dict[str, Any]) -> None:
+    """The document for people."""
+
+    def text(c: dict[str, Any]) -> str:
+        task, call = f"{c['task_rows']}x{c['task_columns']}", f"{c['call_rows']}x{c['call_columns']}x{c['call_depth']}"
+        return f"{task} {call} {c['order']}"
+
+    tables = Tables()
+    rows = [
+        [
+            f"{row['groups']} x {row['m']} x {row['k']} x {row['n']}",
+            f"{row['form']} {row['output']}",
+            f"{row['predicted_ms']:.3f}",
+            f"{row['analytic_ms']:.3f}",
+            f"{row['best_ms']:.3f}",
+            f"{row['analytic']:.2f}",
+            f"{row['measured']:.2f}",
+            text(row["chosen"]),
+            text(row["fastest"]),
+        ]
+        for row in document["shapes"]
+    ]
+    header = ["groups x M x K x N", "form", "predicted", "chosen", "best ms", "ratio", "measured", "chosen", "fastest"]
+    tables.table("choices of the evaluator against the fastest of all candidates", header, rows)
+    for bar in document["bars"]:
+        sign = "✓" if bar["held"] else "✗"
+        tables.line(f"{sign} {bar['bar']}: {bar['share']:.0%} of the shapes; the bar is {bar['expected']:.0%}")

@@ -1,0 +1,359 @@
+#include "profiling/bench/grouped_gemm.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+
+#include "profiling/bench/rate.h"
+
+namespace moesaic::bench {
+namespace {
+
+std::int64_t InputBytes(const GemmProblem& problem) { return problem.input_bytes; }
+
+/// Memory of the calling thread's own, kept for its next task.
+std::byte* Scratch(std::int64_t bytes) {
+  thread_local AlignedBuffer buffer;
+  buffer.Ensure(bytes);
+  return static_cast<std::byte*>(buffer.data());
+}
+
+}  // namespace
+
+GroupedGemm::GroupedGemm(const KernelTier& tier, const GemmProblem& problem, threadpool::Pool& pool, std::int64_t weight_bytes)
+    : tier_(tier), problem_(problem), pool_(pool) {
+  const bool direct = problem.form == GemmForm::kDirect, gradient = problem.form == GemmForm::kGradient;
+  const std::int64_t k = problem.k, n = problem.n;
+  std::int64_t count = 0;
+  for (const GroupRows& rows : problem.groups) count += rows.groups;
+  if (count < 1 || k < 1 || n < 1) throw std::invalid_argument("problem is empty, expected a group with rows, and k, n >= 1");
+
+  TileMatrix shape =
+      gradient ? TileMatrix::RowPairs(nullptr, k, n) : TileMatrix::Weights(nullptr, direct ? n : k, direct ? k : n);
+  const std::int64_t bytes = RoundUp(shape.size() * 2, 4096);
+  copies_ = static_cast<std::size_t>(std::max<std::int64_t>(1, CeilDiv(weight_bytes, bytes * count)));
+  AlignedBuffer first(bytes);
+  Fill({static_cast<std::byte*>(first.data()), static_cast<std::size_t>(shape.size() * 2)}, 2);
+
+  Carver x_sizes, tile_sizes, c_sizes;
+  for (const bool measure : {true, false}) {
+    Carver x(measure ? nullptr : x_.data()), tiles(measure ? nullptr : tiles_.data()), c(measure ? nullptr : c_.data());
+    for (const GroupRows& some : problem.groups) {
+      for (std::int64_t i = 0; i < some.groups; ++i) {
+        Group group{some.rows, {}, TileMatrix::Activations(nullptr, some.rows, k), nullptr, nullptr, 0};
+        const std::int64_t padded = RoundUp(some.rows, kPanelRows);
+        group.x = x.Take<std::byte>(some.rows * k * problem.input_bytes);
+        group.activations.data = tiles.Take<BFloat16>(group.activations.size());
+        group.ldc = direct ? padded : RoundUp(n, kTileColumns);
+        group.c = c.Take<std::byte>((direct ? RoundUp(n, kPanelRows) : padded) * group.ldc * problem.output_bytes);
+        if (!measure) groups_.push_back(std::move(group));
+      }
+    }
+    if (!measure) break;
+    x_ = AlignedBuffer(x.used());
+    tiles_ = AlignedBuffer(tiles.used());
+    c_ = AlignedBuffer(c.used());
+  }
+  Fill({static_cast<std::byte*>(x_.data()), static_cast<std::size_t>(x_.bytes())}, problem.input_bytes);
+  std::memset(c_.data(), 0, static_cast<std::size_t>(c_.bytes()));
+  weight_buffers_.resize(copies_ * groups_.size());
+  // Touched by the workers, as packed weights are.
+  pool_.ParallelFor(static_cast<std::int64_t>(weight_buffers_.size()), [&](std::int64_t i, int) {
+    AlignedBuffer& buffer = weight_buffers_[static_cast<std::size_t>(i)];
+    buffer = AlignedBuffer(bytes);
+    std::memcpy(buffer.data(), first.data(), static_cast<std::size_t>(bytes));
+  });
+  for (std::size_t i = 0; i < weight_buffers_.size(); ++i) {
+    shape.data = static_cast<BFloat16*>(weight_buffers_[i].data());
+    groups_[i % groups_.size()].weights.push_back(shape);
+  }
+  PackActivations(pool_.num_threads());
+}
+
+void GroupedGemm::Fill(std::span<std::byte> memory, std::int64_t value_bytes) {
+  // Between -2 and 2, with all bits of bf16 in use: sums round, and another order of them would give other bits.
+  for (std::size_t at = 0; at + static_cast<std::size_t>(value_bytes) <= memory.size();
+       at += static_cast<std::size_t>(value_bytes)) {
+    random_ = random_ * 6364136223846793005u + 1442695040888963407u;
+    const float value = static_cast<float>(static_cast<std::int64_t>(random_ >> 48) - 32768) / 16384.0f;
+    if (value_bytes == 4) {
+      std::memcpy(&memory[at], &value, sizeof(value));
+    } else {
+      const BFloat16 rounded = ToBFloat16(value);
+      std::memcpy(&memory[at], &rounded, sizeof(rounded));
+    }
+  }
+}
+
+void GroupedGemm::PackActivations(int workers) {
+  constexpr std::int64_t kChunk = 64;
+  struct Piece {
+    const Group* group;
+    std::int64_t row, first_column, columns;
+  };
+  std::vector<Piece> pieces;
+  std::int64_t chunks = 0;
+  for (const Group& group : groups_) chunks += CeilDiv(group.rows, kChunk);
+  const std::int64_t all = CeilDiv(problem_.k, kTileColumns);
+  // Few rows are cut along the contraction.
+  const std::int64_t columns = CeilDiv(all, std::clamp<std::int64_t>(CeilDiv(workers, chunks), 1, all));
+  for (const Group& group : groups_) {
+    for (std::int64_t row = 0; row < group.rows; row += kChunk) {
+      for (std::int64_t column = 0; column < all; column += columns) {
+        pieces.push_back({&group, row, column, std::min(columns, all - column)});
+      }
+    }
+  }
+  pool_.ParallelFor(static_cast<std::int64_t>(pieces.size()), [&](std::int64_t i, int) {
+    const Piece& piece = pieces[static_cast<std::size_t>(i)];
+    const Group& group = *piece.group;
+    const void* rows[kChunk];
+    const std::int64_t count = std::min(kChunk, group.rows - piece.row);
+    for (std::int64_t r = 0; r < count; ++r) rows[r] = group.x + (piece.row + r) * problem_.k * InputBytes(problem_);
+    PackRowsArgs pack;
+    pack.rows = rows;
+    pack.dtype = problem_.input_bytes == 4 ? DType::kFloat32 : DType::kBFloat16;
+    pack.count = count;
+    pack.columns = problem_.k;
+    (problem_.form == GemmForm::kDirect ? pack.pairs : pack.operand) = group.activations;
+    pack.first_panel = piece.row / kPanelRows;
+    pack.panels = CeilDiv(count, kPanelRows);
+    pack.first_column = piece.first_column;
+    pack.tile_columns = piece.columns;
+    tier_.pack_rows(pack);
+  });
+}
+
+void GroupedGemm::Run(const GemmConfiguration& configuration) {
+  if (!Legal(problem_, configuration)) throw std::invalid_argument("configuration is not one that the kernels can run");
+  if (!problem_.packed) PackActivations(pool_.num_threads());
+  tasks_.clear();
+  for (const Group& group : groups_) {
+    const std::int64_t rows = TaskRows(group.rows, configuration);
+    for (std::int64_t column = 0; column < problem_.n; column += configuration.task_columns) {
+      for (std::int64_t row = 0; row < group.rows; row += rows) {
+        tasks_.push_back(
+            {&group, row, std::min(rows, group.rows - row), column, std::min(configuration.task_columns, problem_.n - column)});
+      }
+    }
+  }
+  pool_.ParallelFor(static_cast<std::int64_t>(tasks_.size()),
+                    [&](std::int64_t i, int) { RunTask(tasks_[static_cast<std::size_t>(i)], configuration); });
+  copy_ = (copy_ + 1) % copies_;
+}
+
+void GroupedGemm::RunTask(const Task& task, const GemmConfiguration& c) {
+  const std::int64_t row_step = std::min(c.call_rows, RoundUp(task.rows, kPanelRows));
+  const std::int64_t column_step = std::min(c.call_columns, RoundUp(task.columns, kTileColumns));
+  const std::int64_t depth = std::min(c.call_depth, problem_.k);
+  const std::int64_t row_calls = CeilDiv(task.rows, row_step), column_calls = CeilDiv(task.columns, column_step);
+  const std::int64_t depth_calls = CeilDiv(problem_.k, depth);
+  const bool rounds = problem_.form != GemmForm::kUnpack && problem_.output_bytes == 2;
+  // Sums that are rounded later: of a call, or of the task where calls go on from them.
+  const bool whole = depth_calls > 1;
+  const std::int64_t sums_ld = RoundUp(whole ? task.rows : row_step, kPanelRows);
+  float* sums = nullptr;
+  if (rounds) {
+    const std::int64_t columns = RoundUp(whole ? task.columns : column_step, kTileColumns);
+    const std::int64_t wide = problem_.form == GemmForm::kDirect ? columns * sums_ld : 0;
+    sums = reinterpret_cast<float*>(Scratch(std::max<std::int64_t>(wide, 16) * 4));
+  }
+  const auto call = [&](std::int64_t r, std::int64_t n, std::int64_t k) {
+    const Block block{task.row + r * row_step,
+                      std::min(row_step, task.rows - r * row_step),
+                      task.column + n * column_step,
+                      std::min(column_step, task.columns - n * column_step),
+                      k * depth,
+                      std::min(depth, problem_.k - k * depth)};
+    PrefetchRange next;
+    if (problem_.form == GemmForm::kDirect && column_step <= kMostPrefetched && n + 1 < column_calls && r + 1 == row_calls) {
+      next.weights = task.group->weights[copy_];
+      next.first_panel = (block.column + block.columns) / kPanelRows;
+      next.panels = CeilDiv(std::min(column_step, task.column + task.columns - block.column - block.columns), kPanelRows);
+      next.first_column = block.k / kTileColumns;
+      next.columns = CeilDiv(block.depth, kTileColumns);
+    }
+    float* at = sums;
+    if (rounds && whole) at += (block.column - task.column) * sums_ld + block.row - task.row;
+    Call(task, block, next, at, sums_ld);
+    if (rounds && !whole) Round(task, block.column, block.columns, block.row, block.rows, sums, sums_ld);
+  };
+  const auto along_depth = [&](std::int64_t r, std::int64_t n) {
+    for (std::int64_t k = 0; k < depth_calls; ++k) call(r, n, k);
+  };
+  switch (c.order) {
+    case LoopOrder::kRows:
+      for (std::int64_t r = 0; r < row_calls; ++r) {
+        for (std::int64_t n = 0; n < column_calls; ++n) along_depth(r, n);
+      }
+      break;
+    case LoopOrder::kColumns:
+      for (std::int64_t n = 0; n < column_calls; ++n) {
+        for (std::int64_t r = 0; r < row_calls; ++r) along_depth(r, n);
+      }
+      break;
+    case LoopOrder::kDepth:
+      for (std::int64_t k = 0; k < depth_calls; ++k) {
+        for (std::int64_t n = 0; n < column_calls; ++n) {
+          for (std::int64_t r = 0; r < row_calls; ++r) call(r, n, k);
+        }
+      }
+      break;
+  }
+  if (rounds && whole) Round(task, task.column, task.columns, task.row, task.rows, sums, sums_ld);
+}
+
+void GroupedGemm::Call(const Task& task, const Block& block, const PrefetchRange& prefetch, float* sums, std::int64_t sums_ld) {
+  switch (problem_.form) {
+    case GemmForm::kDirect:
+      return CallDirect(task, block, prefetch, sums, sums_ld);
+    case GemmForm::kUnpack:
+      return CallUnpack(task, block);
+    case GemmForm::kGradient:
+      return CallGradient(task, block);
+  }
+}
+
+void GroupedGemm::CallDirect(const Task& task, const Block& block, const PrefetchRange& prefetch, float* sums,
+                             std::int64_t sums_ld) {
+  const Group& group = *task.group;
+  GemmSegment segment{group.weights[copy_], group.activations};
+  DirectGemmArgs args;
+  args.first_panel = block.column / kPanelRows;
+  args.panels = CeilDiv(block.columns, kPanelRows);
+  const std::int64_t k = block.k / kTileColumns;
+  if (block.depth < problem_.k) {
+    // A window of a matrix in superblocks is one itself as long as it lies in one row of them (gemm/tiles.h).
+    const std::int64_t first = args.first_panel / kSuperblock * kSuperblock;
+    segment.weights.data = group.weights[copy_].Tile(first, k);
+    segment.weights.panels = std::min(kSuperblock, group.weights[copy_].panels - first);
+    segment.weights.columns = CeilDiv(block.depth, kTileColumns);
+    args.first_panel -= first;
+  }
+  segment.activations.data = group.activations.Tile(block.row / kPanelRows, k);
+  segment.activations.columns = CeilDiv(block.depth, kTileColumns);
+  args.segments = {&segment, 1};
+  args.activation_panels = CeilDiv(block.rows, kPanelRows);
+  args.c = sums != nullptr ? sums : reinterpret_cast<float*>(group.c) + block.column * group.ldc + block.row;
+  args.ldc = sums != nullptr ? sums_ld : group.ldc;
+  args.accumulate = block.k > 0;
+  args.prefetch = prefetch;
+  tier_.direct_gemm(args);
+}
+
+void GroupedGemm::CallUnpack(const Task& task, const Block& block) {
+  const Group& group = *task.group;
+  const TileMatrix& all = group.weights[copy_];
+  const std::int64_t first = block.k / kPanelRows;
+  GemmSegment segment{all, group.activations};
+  segment.weights.data = all.data + first * all.columns * kTileElements;
+  segment.weights.panels = CeilDiv(block.depth, kPanelRows);
+  segment.activations.data = group.activations.Tile(block.row / kPanelRows, block.k / kTileColumns);
+  segment.activations.columns = CeilDiv(block.depth, kTileColumns);
+  UnpackGemmArgs args;
+  args.segments = {&segment, 1};
+  args.panels = CeilDiv(block.rows, kPanelRows);
+  args.first_column = block.column / kTileColumns;
+  args.columns = CeilDiv(block.columns, kTileColumns);
+  const std::int64_t scratch = UnpackScratchElements(args.segments) * 2;
+  Carver carver(Scratch(scratch + 8 * args.panels * kPanelRows + 64));
+  args.scratch = carver.Take<BFloat16>(scratch / 2);
+  if (problem_.output_bytes == 2) {
+    BFloat16** rows = carver.Take<BFloat16*>(args.panels * kPanelRows);
+    for (std::int64_t i = 0; i < args.panels * kPanelRows; ++i) {
+      rows[i] = i < block.rows ? reinterpret_cast<BFloat16*>(group.c) + (block.row + i) * group.ldc : nullptr;
+    }
+    args.rows = rows;
+  } else {
+    args.c = reinterpret_cast<float*>(group.c) + block.row * group.ldc + block.column;
+    args.ldc = group.ldc;
+    args.accumulate = block.k > 0;
+  }
+  tier_.unpack_gemm(args);
+}
+
+void GroupedGemm::CallGradient(const Task& task, const Block& block) {
+  const Group& group = *task.group;
+  GradientSegment segment{group.activations, group.weights[copy_]};
+  const std::int64_t k = block.k / kTileColumns;
+  segment.left.data = group.activations.Tile(block.row / kPanelRows, k);
+  segment.left.columns = CeilDiv(block.depth, kTileColumns);
+  segment.right.data = group.weights[copy_].Tile(block.column / kPanelRows, k);
+  segment.right.panels = CeilDiv(block.columns, kPanelRows);
+  segment.right.columns = segment.left.columns;
+  GradientGemmArgs args;
+  args.segments = {&segment, 1};
+  args.panels = CeilDiv(block.rows, kPanelRows);
+  args.c = reinterpret_cast<float*>(group.c) + block.row * group.ldc + block.column;
+  args.ldc = group.ldc;
+  args.accumulate = block.k > 0;
+  tier_.gradient_gemm(args);
+}
+
+void GroupedGemm::Round(const Task& task, std::int64_t column, std::int64_t columns, std::int64_t row, std::int64_t rows,
+                        const float* sums, std::int64_t sums_ld) {
+  StoreRowsArgs store;
+  store.in = sums;
+  store.ld = sums_ld;
+  store.rows = columns;
+  store.columns = rows;
+  store.out = reinterpret_cast<BFloat16*>(task.group->c) + column * task.group->ldc + row;
+  store.dtype = DType::kBFloat16;
+  store.out_stride = task.group->ldc;
+  tier_.store_rows(store);
+  FinishStores();
+}
+
+std::vector<std::vector<double>> GroupedGemm::Measure(std::span<const GemmConfiguration> configurations, int count) {
+  std::vector<std::vector<double>> times(configurations.size());
+  for (int i = 0; i < count; ++i) {
+    for (std::size_t c = 0; c < configurations.size(); ++c) {
+      const auto start = std::chrono::steady_clock::now();
+      Run(configurations[c]);
+      times[c].push_back(SecondsSince(start) * 1e3);
+    }
+  }
+  return times;
+}
+
+double GroupedGemm::Result(std::int64_t group, std::int64_t row, std::int64_t column) const {
+  const Group& g = groups_[static_cast<std::size_t>(group)];
+  const std::int64_t at = problem_.form == GemmForm::kDirect ? column * g.ldc + row : row * g.ldc + column;
+  if (problem_.output_bytes == 4) return reinterpret_cast<const float*>(g.c)[at];
+  return ToFloat(reinterpret_cast<const BFloat16*>(g.c)[at]);
+}
+
+double GroupedGemm::Activation(std::int64_t group, std::int64_t row, std::int64_t k) const {
+  const std::byte* x = groups_[static_cast<std::size_t>(group)].x + (row * problem_.k + k) * problem_.input_bytes;
+  if (problem_.input_bytes == 4) return *reinterpret_cast<const float*>(x);
+  return ToFloat(*reinterpret_cast<const BFloat16*>(x));
+}
+
+double GroupedGemm::Weight(std::int64_t group, std::int64_t k, std::int64_t column) const {
+  const TileMatrix& weights = groups_[static_cast<std::size_t>(group)].weights[0];
+  if (problem_.form == GemmForm::kGradient) {
+    const BFloat16* tile = weights.Tile(column / kPanelRows, k / kTileColumns);
+    return ToFloat(tile[k % kTileColumns / 2 * kTileColumns + column % kPanelRows * 2 + k % 2]);
+  }
+  const std::int64_t row = problem_.form == GemmForm::kDirect ? column : k,
+                     at = problem_.form == GemmForm::kDirect ? k : column;
+  const BFloat16* tile = weights.Tile(row / kPanelRows, at / kTileColumns);
+  return ToFloat(tile[row % kPanelRows * kTileColumns + StoredPosition(at % kTileColumns)]);
+}
+
+std::uint64_t GroupedGemm::Digest() const {
+  std::uint64_t digest = 1469598103934665603u;  // FNV-1a
+  for (const Group& group : groups_) {
+    const bool direct = problem_.form == GemmForm::kDirect;
+    for (std::int64_t i = 0; i < (direct ? problem_.n : group.rows); ++i) {
+      const std::byte* row = group.c + i * group.ldc * problem_.output_bytes;
+      for (std::int64_t j = 0; j < (direct ? group.rows : problem_.n) * problem_.output_bytes; ++j) {
+        digest = (digest ^ static_cast<std::uint64_t>(row[j])) * 1099511628211u;
+      }
+    }
+  }
+  return digest;
+}
+
+}  // namespace moesaic::bench

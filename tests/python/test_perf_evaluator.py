@@ -1,0 +1,452 @@
+"""Machines, shapes and the GEMM evaluator."""
+
+import dataclasses
+import json
+import logging
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moesaic
+from moesaic import _core, perf
+from moesaic.perf import GemmEvaluator, GemmShape, Machine
+from moesaic.perf.timing import ShapeTimer
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "vocab_size": 129280,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+@pytest.fixture(scope="module", params=Machine.names())
+def machine(request):
+    return Machine.named(request.param)
+
+
+@pytest.fixture(scope="module")
+def here():
+    """A description of this host with the figures of another: what is run here is not compared with times."""
+    like = Machine.named("zen5-2c")
+    kernels = {moesaic.isa(): like.kernels["avx512_bf16"]}
+    name, cpu = perf.measure.platform.node() or "here", _core.cpu_name()
+    return dataclasses.replace(
+        like, name=name, cpu=cpu, source="measured", isa=moesaic.isa(), kernels=kernels, threads=2, l3_bytes=1 << 20
+    )
+
+
+# ---- machines ----
+
+
+def test_descriptions_that_come_with_the_package():
+    assert Machine.names() == ["emr-16c", "spr-2x60c", "zen5-2c"]
+    for name in Machine.names():
+        machine = Machine.named(name)
+        assert machine.name == name and "not this machine" in machine.source
+        assert Machine.find(name) == machine
+    assert Machine.named("spr-2x60c").threads == 120 and Machine.named("spr-2x60c").sockets == 2
+
+
+def test_save_and_load(machine, tmp_path):
+    path = tmp_path / "m.json"
+    machine.save(path)
+    again = Machine.load(path)
+    assert again == machine and again.identity == machine.identity and Machine.find(str(path)) == machine
+    assert dataclasses.replace(machine, l2_ns=9.0).identity != machine.identity
+
+
+def _paths(document, prefix=()):
+    for key, value in document.items():
+        yield (*prefix, key)
+        if (isinstance(value, dict) and key == "kernels") or prefix == ("kernels",):
+            yield from _paths(value, (*prefix, key))
+
+
+def test_a_missing_figure_is_named():
+    whole = Machine.named("emr-16c").to_json()
+    fields = [path for path in _paths(whole) if path != ("kernels", "amx_bf16")]
+    assert len(fields) > 30
+    for path in fields:
+        document = json.loads(json.dumps(whole))
+        at = document
+        for key in path[:-1]:
+            at = at[key]
+        del at[path[-1]]
+        with pytest.raises(ValueError, match=path[-1]) as error:
+            Machine.from_json(document, "m.json")
+        assert "\n" not in str(error.value) and str(error.value).startswith("m.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("threads", 0),
+        ("threads", 2.5),
+        ("l2_bytes", -1),
+        ("dram_ns", "fast"),
+        ("dram_ns", float("nan")),
+        ("l3_gbps", {}),
+        ("l3_gbps", {"1": -5}),
+        ("l3_gbps", {"none": 5}),
+        ("kernels", []),
+        ("isa", "amx"),
+        ("name", 7),
+    ],
+)
+def test_a_figure_that_makes_no_sense_is_named(field, value):
+    with pytest.raises(ValueError, match="kernels.amx" if field == "isa" else field):
+        Machine.from_json(Machine.named("zen5-2c").to_json() | {field: value})
+
+
+def test_unknown_machines_and_files(tmp_path):
+    (tmp_path / "text").write_text("no JSON")
+    with pytest.raises(ValueError, match="emr-16c"):
+        Machine.named("mine")
+    with pytest.raises(ValueError, match="not JSON"):
+        Machine.load(tmp_path / "text")
+    with pytest.raises(FileNotFoundError):
+        Machine.load(tmp_path / "none")
+
+
+def test_this_host_is_measured_once(tmp_path, monkeypatch, here):
+    monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path))
+    calls = []
+    monkeypatch.setattr(Machine, "measure", classmethod(lambda cls, progress=None: calls.append(1) or here))
+    assert Machine.here() == here and Machine.here() == here and len(calls) == 1
+    (path,) = tmp_path.glob("machine-*.json")
+    path.write_text("{}")  # an old or broken description is measured anew
+    assert Machine.here() == here and len(calls) == 2
+
+
+def test_measured_figures_make_sense():
+    moesaic.set_num_threads(1)
+    machine = Machine.measure()
+    assert machine.source == "measured" and machine.isa == moesaic.isa() and machine.threads == 1
+    assert machine.l1_ns <= machine.l2_ns <= machine.l3_ns <= machine.dram_ns
+    assert machine.l1_gbps[1] >= machine.l2_gbps[1] >= machine.l3_gbps[1] >= machine.dram_gbps[1] > 0
+    kernels = machine.kernels[machine.isa]
+    assert kernels.direct_gbps[1] <= machine.dram_gbps[1]
+    assert Machine.from_json(machine.to_json()) == machine
+
+
+# ---- shapes ----
+
+
+def test_shapes_of_deepseek_v3():
+    shapes = perf.generate_transformer_gemm_shapes(DEEPSEEK_V3, [1], [128, 1])
+    assert len(shapes) >= 24 and len(set(shapes)) == len(shapes)
+    sizes = {(s.name, s.groups, s.m, s.k, s.n) for s in shapes}
+    assert {
+        ("attention.q_a_proj", 1, 128, 7168, 1536),
+        ("attention.q_b_proj", 1, 128, 1536, 24576),
+        ("attention.kv_a_proj", 1, 128, 7168, 576),
+        ("attention.kv_b_proj", 1, 128, 512, 32768),
+        ("attention.o_proj", 1, 128, 16384, 7168),
+        ("mlp.gate_up_proj", 1, 128, 7168, 36864),
+        ("router", 1, 128, 7168, 256),
+        ("shared_expert.down_proj", 1, 128, 2048, 7168),
+        ("experts.gate_up_proj", 256, 4, 7168, 4096),
+        ("experts.down_proj", 8, 1, 2048, 7168),
+        ("lm_head", 1, 1, 7168, 129280),
+    } <= sizes
+    assert [GemmShape.from_key(s.key) for s in shapes] == shapes
+
+
+def test_tensor_parallel_and_training_shapes():
+    split = perf.generate_transformer_gemm_shapes(DEEPSEEK_V3, [1], [16], tensor_parallel=[8])
+    sizes = {s.name: (s.k, s.n) for s in split}
+    assert sizes["attention.o_proj"] == (2048, 7168) and sizes["experts.gate_up_proj"] == (7168, 512)
+    assert sizes["attention.q_a_proj"] == (7168, 1536)  # every device has all of it
+    train = {s.name for s in perf.generate_transformer_gemm_shapes(DEEPSEEK_V3, [1], [64], training=True, lora_rank=8)}
+    assert {"experts.down_proj.backward", "experts.gate_up_lora", "attention.o_proj.backward"} <= train
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model_type": "resnet"}, "model_type"),
+        ({"model_type": None}, "model_type"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": -1}, "hidden_size"),
+        ({"n_routed_experts": None}, "num_experts"),
+        ({"num_experts_per_tok": 300}, "num_experts_per_tok"),
+        ({"qk_rope_head_dim": None}, "qk_rope_head_dim"),
+        ({"vocab_size": 1.5}, "vocab_size"),
+    ],
+)
+def test_a_bad_configuration_names_the_field(change, field):
+    with pytest.raises(ValueError, match=field) as error:
+        perf.generate_transformer_gemm_shapes(DEEPSEEK_V3 | change)
+    assert "\n" not in str(error.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 500),
+    experts=st.integers(1, 64),
+    top_k=st.integers(1, 8),
+    routing=st.sampled_from(["uniform", "zipf:1.0", "zipf:3", "zipf"]),
+)
+def test_expert_rows_add_up(tokens, experts, top_k, routing):
+    top_k = min(top_k, experts)
+    rows = perf.expert_rows(tokens, top_k, experts, routing)
+    assert len(rows) == experts and sum(rows) == tokens * top_k
+    assert max(rows) <= tokens and list(rows) == sorted(rows, reverse=True)
+
+
+def test_routings_are_checked():
+    assert perf.expert_rows(10, 2, 8, "concentrated:2") == (10, 10, 0, 0, 0, 0, 0, 0)
+    for bad in ("even", "zipf:x", "zipf:-1", "concentrated:1", "uniform:2"):
+        with pytest.raises(ValueError, match="routing"):
+            perf.expert_rows(10, 2, 8, bad)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "field"),
+    [
+        ({"m": -1}, "m"),
+        ({"k": 0}, "k"),
+        ({"n": 2.5}, "n"),
+        ({"groups": 0}, "groups"),
+        ({"input": "fp8"}, "input"),
+        ({"weights": "int8"}, "weights"),
+        ({"form": "winograd"}, "form"),
+        ({"form": "gradient", "output": "bf16"}, "output"),
+        ({"groups": 2, "m": 3, "rows": (3,)}, "rows"),
+        ({"groups": 2, "m": 4, "rows": (3, 1)}, "m"),
+    ],
+)
+def test_a_bad_shape_names_the_field(sizes, field):
+    with pytest.raises(ValueError, match=f"^{field} "):
+        GemmShape(**sizes)
+
+
+# ---- the evaluator ----
+
+
+def test_parts_add_up_and_the_largest_is_the_bound(machine):
+    evaluator = GemmEvaluator(machine, cache=False)
+    for shape in perf.generate_transformer_gemm_shapes(DEEPSEEK_V3, [1], [1, 300], training=True, routing="zipf:1.0"):
+        answer = evaluator.evaluate(shape)
+        assert set(answer.parts) == {
+            "arithmetic", "l1", "l2", "l3", "dram", "packing", "edge", "scheduling", "dispatch"
+        }  # fmt: skip
+        assert sum(answer.parts.values()) == pytest.approx(answer.milliseconds, rel=1e-9)
+        assert min(answer.parts.values()) >= -1e-12 * answer.milliseconds
+        assert answer.parts[answer.bound] == max(answer.parts.values())
+        # No faster than arithmetic and memory allow.
+        compute = perf.machine.at_threads(machine.compute_gflops, evaluator.threads)
+        assert answer.milliseconds >= 0.999 * shape.flops / compute * 1e-6
+        read = perf.machine.at_threads(machine.dram_gbps, evaluator.threads)
+        assert answer.milliseconds >= 0.999 * shape.weight_bytes / read * 1e-6
+
+
+def test_the_choice_is_the_best_of_the_candidates(machine):
+    evaluator = GemmEvaluator(machine, cache=False)
+    for shape in (GemmShape(m=77, k=1000, n=3000), GemmShape(groups=9, m=8, k=512, n=640, output="fp32")):
+        ranked = evaluator.rank(shape, 10_000)
+        times = [answer.milliseconds for answer in ranked]
+        assert times == sorted(times) and len({answer.configuration for answer in ranked}) == len(ranked)
+        chosen = evaluator.evaluate(shape)
+        assert chosen.milliseconds == times[0]
+        assert evaluator.estimate(shape, chosen.configuration).parts == chosen.parts
+
+
+def test_the_published_space_has_1800_candidates(machine):
+    evaluator = GemmEvaluator(machine, cache=False, space="published")
+    assert evaluator.evaluate(GemmShape(m=2000, k=4096, n=4096)).candidates == 1800
+    pruned = GemmEvaluator(machine, cache=False).evaluate(GemmShape(m=2000, k=4096, n=4096))
+    assert pruned.candidates < 900
+    assert pruned.milliseconds == evaluator.evaluate(GemmShape(m=2000, k=4096, n=4096)).milliseconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(Machine.names()),
+    m=st.integers(1, 5000),
+    k=st.integers(1, 9000),
+    n=st.integers(1, 9000),
+    groups=st.integers(1, 40),
+    output=st.sampled_from(["bf16", "fp32"]),
+)
+def test_more_work_never_takes_less_time(name, m, k, n, groups, output):
+    evaluator = GemmEvaluator(Machine.named(name), cache=False)
+    sizes = {"groups": groups, "m": m, "k": k, "n": n, "output": output}
+    base = evaluator.evaluate(GemmShape(**sizes)).milliseconds
+    assert base > 0
+    assert evaluator.evaluate(GemmShape(**sizes | {"groups": 2 * groups})).milliseconds >= base
+    assert evaluator.evaluate(GemmShape(**sizes | {"k": 2 * k})).milliseconds >= 0.9 * base
+
+
+def test_more_bandwidth_and_faster_units_never_cost_time(machine):
+    shapes = [GemmShape(m=m, k=2048, n=1024, groups=g) for m in (1, 40, 700) for g in (1, 16)]
+    base = [e.milliseconds for e in GemmEvaluator(machine, cache=False).evaluate_many(shapes)]
+    kernels = machine.kernels[machine.isa]
+    faster_memory = dataclasses.replace(
+        machine,
+        dram_gbps={n: 2 * x for n, x in machine.dram_gbps.items()},
+        kernels={
+            machine.isa: dataclasses.replace(
+                kernels,
+                direct_gbps={n: 2 * x for n, x in kernels.direct_gbps.items()},
+                unpack_gbps={n: 2 * x for n, x in kernels.unpack_gbps.items()},
+            )
+        },
+    )
+    for other in (faster_memory, dataclasses.replace(machine, l3_gbps={n: 2 * x for n, x in machine.l3_gbps.items()})):
+        times = [e.milliseconds for e in GemmEvaluator(other, cache=False).evaluate_many(shapes)]
+        assert all(a <= b * (1 + 1e-9) for a, b in zip(times, base, strict=True))
+
+
+def test_skewed_rows_cost_more_than_even_ones(machine):
+    evaluator = GemmEvaluator(machine, cache=False)
+    sizes = {"k": 2048, "n": 1536}
+    even = GemmShape(groups=32, m=256, **sizes)
+    skewed = GemmShape.skewed(perf.expert_rows(1024, 8, 32, "zipf:2"), **sizes)
+    assert sum(skewed.group_rows) == sum(even.group_rows) == 8192
+    assert evaluator.evaluate(skewed).milliseconds > 0
+    none = GemmShape.skewed([0, 0, 5, 5, 0], k=64, n=64)
+    assert (none.groups, none.m, none.rows) == (2, 5, None)
+
+
+def test_threads_and_tiers_are_checked(machine):
+    for threads in (0, machine.threads + 1):
+        with pytest.raises(ValueError, match="threads"):
+            GemmEvaluator(machine, threads=threads, cache=False)
+    with pytest.raises(ValueError, match="isa"):
+        GemmEvaluator(machine, cache=False, isa="sse9")
+    with pytest.raises(ValueError, match="space"):
+        GemmEvaluator(machine, cache=False, space="all")
+    with pytest.raises(ValueError, match="this host"):
+        GemmEvaluator(machine, cache=False, mode="measured")
+
+
+def test_nearest_answers_from_what_is_known(machine):
+    evaluator = GemmEvaluator(machine, cache=False)
+    evaluator.evaluate_many([GemmShape(m=m, k=2048, n=4096) for m in (16, 512)])
+    looked = evaluator.candidates
+    shape = GemmShape(m=500, k=1900, n=4000)
+    near = evaluator.nearest(shape)
+    assert near.source == "nearest" and evaluator.candidates == looked
+    exact = evaluator.evaluate(shape)
+    assert exact.milliseconds <= near.milliseconds <= 2 * exact.milliseconds
+    assert evaluator.nearest(shape) == exact
+    assert GemmEvaluator(machine, cache=False).nearest(shape).source == "analytic"  # nothing known
+
+
+# ---- cache and prewarming ----
+
+
+def test_answers_are_kept_by_machine_threads_and_version(tmp_path, machine, caplog, monkeypatch):
+    shape = GemmShape(groups=3, m=9, rows=(9, 4, 4), k=256, n=384)
+    cache = perf.Cache(tmp_path)
+    first = GemmEvaluator(machine, cache=cache)
+    with caplog.at_level(logging.DEBUG, "moesaic.perf"):
+        answer = first.evaluate(shape)
+        again = GemmEvaluator(machine, cache=perf.Cache(tmp_path))
+        assert again.evaluate(shape) == dataclasses.replace(answer, parts=again.evaluate(shape).parts)
+    assert [r.message.split()[0] for r in caplog.records] == ["miss", "hit"]
+    assert again.candidates == 0 and again.cache.stats().hits == 2
+    others = [
+        GemmEvaluator(machine, threads=1, cache=cache),
+        GemmEvaluator(dataclasses.replace(machine, l1_ns=0.1), cache=cache),
+        GemmEvaluator(machine, cache=cache, space="published"),
+    ]
+    assert not any(other.known(shape) for other in others) and first.known(shape)
+    monkeypatch.setattr(_core, "gemm_model_version", 10**6)
+    assert not GemmEvaluator(machine, cache=cache).known(shape)
+
+
+def test_a_bad_entry_is_computed_anew(tmp_path):
+    machine, shape = Machine.named("zen5-2c"), GemmShape(m=64, k=512, n=512)
+    evaluator = GemmEvaluator(machine, cache=perf.Cache(tmp_path))
+    right = evaluator.evaluate(shape)
+    for bad in ([], {"x": 1}, [1.0, [1.0], "l1", [], 1, "analytic"], ["fast", [0] * 9, "l1", [0] * 7, 1, ""]):
+        cache = perf.Cache(tmp_path)
+        cache.put({evaluator.key(shape): bad})
+        assert GemmEvaluator(machine, cache=cache).evaluate(shape) == right
+
+
+def test_prewarm_and_history(tmp_path):
+    machine = Machine.named("emr-16c")
+    shapes = perf.generate_transformer_gemm_shapes(DEEPSEEK_V3, [1], [128, 1], routing="zipf:1.0")
+    evaluator = GemmEvaluator(machine, cache=perf.Cache(tmp_path), space="published")
+    report = perf.prewarm(evaluator, shapes + shapes)
+    assert (report.shapes, report.hits, report.misses) == (len(shapes), 0, len(shapes))
+    assert report.candidates == 1800 * len(shapes) and 0 < report.cache_bytes < 10 << 20
+    warm = GemmEvaluator(machine, cache=perf.Cache(tmp_path), space="published")
+    again = perf.prewarm(warm, shapes)
+    assert (again.hits, again.misses, again.candidates) == (len(shapes), 0, 0)
+    assert warm.history() == []  # filling it is no use
+    for _ in range(3):
+        warm.evaluate(shapes[4])
+    warm.evaluate(shapes[2])
+    warm.cache.flush()
+    assert GemmEvaluator(Machine.named("zen5-2c"), cache=perf.Cache(tmp_path)).history() == [shapes[4], shapes[2]]
+
+
+def test_a_run_of_1680_look_ups_hits(tmp_path):
+    evaluator = GemmEvaluator(Machine.named("zen5-2c"), cache=perf.Cache(tmp_path), space="published")
+    shapes = perf.generate_transformer_gemm_shapes(DEEPSEEK_V3, [1], [1])[:7]
+    perf.prewarm(evaluator, shapes)
+    start = time.perf_counter()
+    for _ in range(60 * 4):
+        for shape in shapes:
+            evaluator.evaluate(shape)
+    assert time.perf_counter() - start < 5  # a bar of 20 ms on idle cores; this only catches a search in every look-up
+    stats = evaluator.cache.stats()
+    assert stats.hits == 1680 and stats.misses == 0
+
+
+# ---- really run ----
+
+
+def test_measured_mode_runs_the_best_few(here, tmp_path):
+    moesaic.set_num_threads(2)
+    evaluator = GemmEvaluator(here, cache=perf.Cache(tmp_path), mode="measured")
+    shape = GemmShape(m=40, k=300, n=256, output="fp32")
+    answer = evaluator.evaluate(shape)
+    assert answer.source == "measured" and answer.milliseconds > 0
+    assert sum(answer.parts.values()) == pytest.approx(answer.milliseconds)
+    assert answer.configuration in [a.configuration for a in evaluator.rank(shape, 6)]
+    other = GemmEvaluator(here, cache=perf.Cache(tmp_path), mode="measured")
+    assert other.evaluate(shape).milliseconds == answer.milliseconds  # from the cache
+
+
+def test_every_candidate_gives_the_same_bits(here):
+    moesaic.set_num_threads(2)
+    evaluator = GemmEvaluator(here, cache=False)
+    shape = GemmShape(groups=2, m=70, k=530, n=300, output="fp32", form="direct")
+    gemm = _core.GroupedGemm(moesaic.isa(), perf.gemm_evaluator.problem_of(shape, "direct"))
+    ranked = evaluator.rank(shape, 10_000)
+    digests = set()
+    for answer in ranked[::5]:
+        gemm.measure([answer.configuration.as_tuple()], 1)
+        digests.add(gemm.digest())
+    assert len(ranked[::5]) > 5 and len(digests) == 1
+
+
+def test_timing_takes_turns_over_both_forms(here):
+    evaluator = GemmEvaluator(here, cache=False)
+    shape = GemmShape(m=5, k=64, n=128, output="fp32")
+    timer = ShapeTimer(moesaic.isa(), shape, 0)
+    ranked = evaluator.rank(shape, 10_000)
+    assert {a.configuration.form for a in ranked} == {"direct", "unpack"}
+    rows = timer.measure([a.configuration for a in ranked], 3)
+    assert [len(row) for row in rows] == [3] * len(ranked)
