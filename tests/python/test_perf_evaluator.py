@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import platform
 import time
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import moesaic
 from moesaic import _core, perf
-from moesaic.perf import GemmEvaluator, GemmShape, Machine
+from moesaic.perf import GemmEvaluator, GemmShape, Machine, measure
 from moesaic.perf.timing import ShapeTimer
 
 DEEPSEEK_V3 = {
@@ -45,7 +46,7 @@ def here():
     """A description of this host with the figures of another: what is run here is not compared with times."""
     like = Machine.named("zen5-2c")
     kernels = {moesaic.isa(): like.kernels["avx512_bf16"]}
-    name, cpu = perf.measure.platform.node() or "here", _core.cpu_name()
+    name, cpu = platform.node() or "here", _core.cpu_name()
     return dataclasses.replace(
         like, name=name, cpu=cpu, source="measured", isa=moesaic.isa(), kernels=kernels, threads=2, l3_bytes=1 << 20
     )
@@ -134,7 +135,8 @@ def test_this_host_is_measured_once(tmp_path, monkeypatch, here):
     assert Machine.here() == here and len(calls) == 2
 
 
-def test_measured_figures_make_sense():
+def test_measured_figures_make_sense(monkeypatch):
+    monkeypatch.setattr(measure, "_far", lambda l3: 16 << 20)  # quick; whether that is far does not matter here
     moesaic.set_num_threads(1)
     machine = Machine.measure()
     assert machine.source == "measured" and machine.isa == moesaic.isa() and machine.threads == 1
@@ -276,7 +278,7 @@ def test_the_published_space_has_1800_candidates(machine):
     assert pruned.milliseconds == evaluator.evaluate(GemmShape(m=2000, k=4096, n=4096)).milliseconds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(Machine.names()),
     m=st.integers(1, 5000),

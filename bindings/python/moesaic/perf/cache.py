@@ -4,10 +4,10 @@ A record is one line with an empty line behind it, so that what is damaged ends 
 
     <CRC-32 of the rest, 8 digits> <kind> <key> <value as JSON>
 
-Kinds are ``e`` (an answer) and ``u`` (uses of a key by one process since its last such record). A writer takes a lock on
-the file and appends its records with one write; a reader needs no lock. A record that was cut short or changed fails
-its checksum and is passed over, every other one counts. Compaction writes a new file and renames it, under the same
-lock. docs/EVALUATOR.md says why not SQLite.
+Kinds are ``e`` (an answer), ``u`` (uses of a key by one process since its last such record) and ``g`` (a file written
+anew). A writer takes a lock on the file and appends its records with one write; a reader needs no lock. A record that
+was cut short or changed fails its checksum and is passed over, every other one counts. Compaction writes a new file
+and renames it, under the same lock. docs/EVALUATOR.md says why not SQLite.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import stat
 import threading
 import weakref
@@ -33,6 +34,7 @@ log = logging.getLogger("moesaic.perf")
 FILE = "gemm.log"
 _COMPACT_RECORDS = 2000
 """Records that say nothing any more before the file is written anew."""
+_GENERATION_BYTES = 60
 _MOST_BYTES = 8 << 20
 """Beyond this, compaction keeps only what was used most."""
 
@@ -84,7 +86,8 @@ class Cache:
         self._values: dict[str, bytes] = {}
         self._uses: dict[str, int] = {}
         self._new_uses: dict[str, int] = {}
-        self._inode = 0
+        self._file = b""  # how the file begins that was read
+        self._seen = (0, 0, 0)
         self._read = 0  # bytes
         self._useless = 0
         self._load()
@@ -95,15 +98,15 @@ class Cache:
     def get(self, key: str, count: bool = True) -> Any | None:
         """The value of a key; None where there is none. Either way it is a use, unless `count` is false."""
         with self._lock:
-            if count:
-                self._new_uses[key] = self._new_uses.get(key, 0) + 1
             found = self._values.get(key)
             if found is None and self._changed():
                 self._load()
                 found = self._values.get(key)
             value = _json_or_none(found)
-            self.hits += value is not None
-            self.misses += value is None
+            if count:
+                self._new_uses[key] = self._new_uses.get(key, 0) + 1
+                self.hits += value is not None
+                self.misses += value is None
             return value
 
     def has(self, key: str) -> bool:
@@ -216,10 +219,9 @@ class Cache:
 
     def _changed(self) -> bool:
         try:
-            status = self.path.stat()
+            return _stamp(self.path.stat()) != self._seen
         except OSError:
             return False
-        return status.st_ino != self._inode or status.st_size != self._read
 
     def _load(self) -> None:
         """Reads the file, or what is new in it."""
@@ -235,10 +237,13 @@ class Cache:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             return
-        if status.st_ino != self._inode or status.st_size < self._read:
+        self._seen = _stamp(status)
+        # A file written anew begins otherwise; its number may be that of the one before.
+        begin = file.read(_GENERATION_BYTES)
+        if begin != self._file or status.st_size < self._read:
             self._values.clear()
             self._uses.clear()
-            self._inode, self._read, self._useless, self.damaged = status.st_ino, 0, 0, 0
+            self._file, self._read, self._useless, self.damaged = begin, 0, 0, 0
         file.seek(self._read)
         data = file.read()
         # A last line that another process is still writing comes with the next look.
@@ -307,6 +312,7 @@ class Cache:
             return
         try:
             with self._locked():
+                self._file = b""  # all of it
                 with open(self.path, "rb") as file:
                     self._read_from(file)
                 if drop:
@@ -325,14 +331,17 @@ class Cache:
                     kept.append(record)
                 temporary = self.path.with_name(f".{FILE}.new")  # one at a time, under the lock
                 with open(temporary, "wb") as file:
-                    file.write(b"\n\n" + b"".join(kept))
+                    file.write(b"\n\n" + _record(b"g", b"generation", secrets.token_hex(16).encode()) + b"".join(kept))
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(temporary, self.path)
-            self._inode = 0
             self._load()
         except OSError as error:
             self._disable(error)
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _record(kind: bytes, key: bytes, value: bytes) -> bytes:
