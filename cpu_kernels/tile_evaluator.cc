@@ -35,13 +35,16 @@ std::int64_t ChunkRows(std::int64_t hidden, std::int64_t intermediate) {
   return std::clamp<std::int64_t>(most, std::clamp<std::int64_t>(least, 32, 128), kMaxChunkRows);
 }
 
+std::int64_t PartsForThreads(std::int64_t pieces, int threads) {
+  return CeilDivide(std::int64_t{3} * threads, std::max<std::int64_t>(1, pieces));
+}
+
 Blocking ChooseBlocking(const BlockingQuery& query) {
   if (g_forced != nullptr) return *g_forced;
   Blocking blocking;
-  // Three tasks a thread in every stage: enough that the last ones do not leave cores idle, and with many jobs each job stays
-  // whole on one core, whose cache then holds its activations.
+  // With many jobs each stays whole on one core, whose cache then holds its activations.
   const std::int64_t in_flight = query.slots < query.threads ? std::min(query.slots, query.jobs) : query.jobs;
-  const std::int64_t tasks = std::max<std::int64_t>(1, CeilDivide(3 * query.threads, std::max<std::int64_t>(1, in_flight)));
+  const std::int64_t tasks = PartsForThreads(in_flight, query.threads);
   const std::int64_t units = CeilDivide(query.intermediate, kIntermediateUnit);
   const std::int64_t columns = CeilDivide(query.hidden, 32);
   blocking.intermediate_units_per_task = CeilDivide(units, std::min(units, query.threads == 1 ? 1 : tasks));

@@ -2,7 +2,7 @@
 //
 // Two kinds of answers, kept apart. ChunkRows is part of the order of summation: a function of the shape alone. Blocking is
 // everything that may be tuned: it changes which core computes what and in which order it walks memory, never a bit of a
-// result.
+// result. tile_evaluator/ has the model of a single GEMM; what is here stands on measurements of whole layers.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,16 @@ struct Blocking {
   std::int64_t tokens_per_merge;             ///< tokens that one merge task adds up, >= 1
   std::int64_t tail_jobs = 0;                ///< the last jobs, which are cut finer so that no core idles while others finish
   std::int64_t tail_parts = 1;               ///< how many times finer
+  std::int64_t gradient_columns = 4;         ///< tile columns of X or dO whose row pairs are in cache at a time, 1 to 4
 };
+
+/// Parts into which each of `pieces` of work is cut for `threads` threads: three tasks a thread, enough that the last ones do
+/// not leave cores idle. One where the pieces are so many already.
+std::int64_t PartsForThreads(std::int64_t pieces, int threads);
+
+/// Parameters of adapters, or of their gradients, that are worth a task: some 25 us of one core's share of the memory's
+/// bandwidth.
+inline constexpr std::int64_t kLoraTaskElements = 64 * 1024;
 
 /// Rows of I in the smallest task, and in one partial sum of the routing weights' gradient.
 inline constexpr std::int64_t kIntermediateUnit = 128;

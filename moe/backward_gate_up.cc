@@ -101,13 +101,13 @@ void BackwardPass::DownGradients(const Job& job, const BackwardBuffers& buffers,
 void BackwardPass::InputGradients(const Job& job, const BackwardBuffers& buffers, Range columns) {
   // A few tile columns of the input at a time: their row pairs are multiplied while they are in cache, and no copy of all the
   // job's rows takes cache from its other activations.
-  constexpr std::int64_t kColumns = 4;
-  TileMatrix right = TileMatrix::RowPairs(nullptr, job.rows, kColumns * kTileColumns);
+  const std::int64_t step = blocking.gradient_columns;
+  TileMatrix right = TileMatrix::RowPairs(nullptr, job.rows, step * kTileColumns);
   right.data = static_cast<BFloat16*>(ThreadScratch(right.size() * static_cast<std::int64_t>(sizeof(BFloat16))));
   const std::int32_t* slots = Slots(job);
   const void* rows[kMaxChunkRows];
-  for (std::int64_t first = columns.begin; first < columns.end; first += kColumns) {
-    const std::int64_t count = std::min(kColumns, columns.end - first), column = first * kTileColumns;
+  for (std::int64_t first = columns.begin; first < columns.end; first += step) {
+    const std::int64_t count = std::min(step, columns.end - first), column = first * kTileColumns;
     {
       PhaseRange range(Phase::kGU2PackForLora);
       for (std::int64_t i = 0; i < job.rows; ++i) {

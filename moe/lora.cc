@@ -4,14 +4,9 @@
 #include <utility>
 
 #include "cpu_kernels/aligned_buffer.h"
+#include "cpu_kernels/tile_evaluator.h"
 
 namespace moesaic::moe {
-namespace {
-
-/// Parameters that are worth a task: some 25 us of one core's share of the memory's bandwidth.
-constexpr std::int64_t kTaskElements = 64 * 1024;
-
-}  // namespace
 
 LoraCall::LoraCall(const LayerConfig& config, const Shard& shard, std::span<const LoraAdapter> adapters,
                    std::span<const LoraAdapterGrad> gradients)
@@ -144,7 +139,7 @@ std::int64_t LoraCall::strips(LoraMatrix m) const {
 std::int64_t LoraCall::StripsPerTask(LoraMatrix m, std::int64_t experts) const {
   const std::int64_t rank = m == kLoraADownT || m == kLoraBDownT ? down_rank_ : input_rank_;
   const std::int64_t size = m == kLoraA || m == kLoraBDownT ? config_.hidden_size : shard_.size;
-  const std::int64_t worth = kTaskElements * strips(m) / std::max<std::int64_t>(1, rank * size * experts);
+  const std::int64_t worth = kLoraTaskElements * strips(m) / std::max<std::int64_t>(1, rank * size * experts);
   return std::max<std::int64_t>(1, std::min(worth, strips(m)));
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cpu_kernels/gemm/tiles.h"
+#include "cpu_kernels/tile_evaluator.h"
 #include "cpu_kernels/tile_evaluator/gemm_model.h"
 
 namespace moesaic {
@@ -30,13 +31,14 @@ Axes AxesOf(const GemmProblem& problem, const MachineModel& machine) {
   const std::int64_t unit =
       kPanelRows * (problem.form == GemmForm::kDirect ? machine.kernel.right_panels : machine.kernel.left_panels);
   const auto of_unit = [&](std::int64_t target) { return std::min(all_rows, std::max(unit, target / unit * unit)); };
-  const auto shared = [&](std::int64_t tasks) {
-    return std::min(all_columns, RoundUp(CeilDiv(problem.n, std::max<std::int64_t>(1, CeilDiv(tasks, groups))), kColumnGrid));
+  const auto shared = [&](std::int64_t parts) {
+    return std::min(all_columns, RoundUp(CeilDiv(problem.n, parts), kColumnGrid));
   };
   const auto columns = [&](std::int64_t target) { return std::min(all_columns, target); };
   return {
       .task_rows = {all_rows, of_unit(384), of_unit(192), of_unit(96), unit},
-      .task_columns = {all_columns, shared(machine.threads), shared(3 * machine.threads), columns(2 * kColumnGrid)},
+      .task_columns = {all_columns, shared(CeilDiv(machine.threads, groups)), shared(PartsForThreads(groups, machine.threads)),
+                       columns(2 * kColumnGrid)},
       .call_rows = {all_rows, of_unit(96), of_unit(32)},
       .call_columns = {columns(32), columns(64), columns(kColumnGrid), columns(4 * kColumnGrid), all_columns},
       .call_depth = {problem.k, std::min(problem.k, 4 * kDepthGrid)},

@@ -210,8 +210,12 @@ TEST(Layer, SameBitsForAnyBlocking) {
     return 1 + static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(most));
   };
   for (int trial = 0; trial < 12; ++trial) {
-    const Blocking blocking{
-        .intermediate_units_per_task = draw(4), .hidden_columns_per_task = draw(12), .tokens_per_merge = draw(100)};
+    const Blocking blocking{.intermediate_units_per_task = draw(4),
+                            .hidden_columns_per_task = draw(12),
+                            .tokens_per_merge = draw(100),
+                            .tail_jobs = draw(4) - 1,
+                            .tail_parts = draw(5),
+                            .gradient_columns = draw(4)};
     SCOPED_TRACE(testing::Message() << blocking.intermediate_units_per_task << " " << blocking.hidden_columns_per_task << " "
                                     << blocking.tokens_per_merge);
     const ScopedBlocking forced(blocking);
