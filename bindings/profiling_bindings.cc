@@ -2,9 +2,14 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
+#include <string>
+#include <utility>
+
 #include "moe/phases.h"
 #include "profiling/calls.h"
 #include "profiling/clock.h"
+#include "profiling/nvtx.h"
 #include "profiling/range.h"
 #include "profiling/trace.h"
 
@@ -78,6 +83,16 @@ py::dict ToDict(const profiling::ThreadTrace& thread) {
   return row;
 }
 
+/// A range around what Python does, from construction to Close(), on one thread; ranges of a thread nest.
+class OuterRange {
+ public:
+  explicit OuterRange(const std::string& name) : range_(std::in_place, profiling::RegisterRange(name, "run")) {}
+  void Close() { range_.reset(); }
+
+ private:
+  std::optional<profiling::Range> range_;
+};
+
 template <typename Rows>
 py::list ToList(const Rows& rows) {
   py::list list;
@@ -108,6 +123,10 @@ void BindProfiling(py::module_& module) {
     const profiling::CallSnapshot snapshot = profiling::Calls();
     return py::make_tuple(ToList(snapshot.calls), snapshot.dropped);
   });
+  py::class_<OuterRange>(module, "OuterRange")
+      .def(py::init<const std::string&>(), py::arg("name"))
+      .def("close", &OuterRange::Close);
+  module.def("mute_nvtx", &profiling::nvtx::Mute, py::arg("muted"));
   module.def("start_trace", &profiling::StartTrace, py::arg("capacity") = profiling::kDefaultTraceCapacity);
   module.def("stop_trace", &profiling::StopTrace);
   module.def("trace_enabled", &profiling::TraceEnabled);

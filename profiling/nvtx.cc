@@ -18,6 +18,14 @@ std::atomic<State> state{State::kUnknown};
 
 namespace {
 
+// What a phase is part of, for tools: its own category names its parent phase.
+std::string GroupOf(const std::string& name, const std::string& category) {
+  if (name.find("lora") != std::string::npos || category.find("lora") != std::string::npos) return "LoRA";
+  if (category == "forward" || name == "forward") return "forward";
+  if (category.starts_with("backward") || name == "backward") return "backward";
+  return category;
+}
+
 std::mutex mutex;                // guards what follows until `state` is published
 nvtxDomainHandle_t domain = {};  // written once, before `state` leaves kUnknown
 
@@ -33,13 +41,21 @@ State FindTool() {
   return state.load(std::memory_order_relaxed);
 }
 
+bool Mute(bool muted) {
+  FindTool();
+  const std::lock_guard lock(mutex);
+  if (domain != nullptr) state.store(muted ? State::kNoTool : State::kTool, std::memory_order_release);
+  return domain != nullptr;
+}
+
 const Event* MakeEvent(const std::string& name, const std::string& category) {
   static std::map<std::string, std::uint32_t>& categories = *new std::map<std::string, std::uint32_t>;
   const std::lock_guard lock(mutex);
   // Zero means "no category" to NVTX.
-  const auto [entry, is_new] = categories.try_emplace(category, static_cast<std::uint32_t>(categories.size() + 1));
+  const auto [entry, is_new] =
+      categories.try_emplace(GroupOf(name, category), static_cast<std::uint32_t>(categories.size() + 1));
   if (is_new) {
-    nvtxDomainNameCategoryA(domain, entry->second, category.c_str());
+    nvtxDomainNameCategoryA(domain, entry->second, entry->first.c_str());
   }
   auto* event = new Event{};
   event->attributes.version = NVTX_VERSION;
@@ -62,6 +78,13 @@ void Push(const Event& event, TaskScope::Subject subject) {
 }
 
 void Pop() { nvtxDomainRangePop(domain); }
+
+void MarkFlops(const Event& event, double flops) {
+  nvtxEventAttributes_t attributes = event.attributes;
+  attributes.payloadType = NVTX_PAYLOAD_TYPE_DOUBLE;
+  attributes.payload.dValue = flops;
+  nvtxDomainMarkEx(domain, &attributes);
+}
 
 void NameThread(int lane) noexcept {
   char name[32];

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <new>
 #include <string>
 
 #include "profiling/trace.h"
@@ -31,13 +32,45 @@ inline bool Active() {
   return now == State::kTool;
 }
 
-/// Only where Active(). Throws std::bad_alloc.
+/// Only where Active(). Throws std::bad_alloc. A tool sees few categories: "LoRA", "forward", "backward", and those that ranges
+/// of no layer have ("pool", "run").
 const Event* MakeEvent(const std::string& name, const std::string& category);
 
 /// Only where Active(). Pushes and pops on the calling thread nest. The payload of a range inside a task is
 /// expert << 32 | rows.
 void Push(const Event& event, TaskScope::Subject subject);
 void Pop();
+
+/// Only where Active(): how much work the innermost range did, which is known only at its end and a payload of the range has
+/// no place for: a mark of the range's name and category inside it, with the flops as its payload (a double).
+void MarkFlops(const Event& event, double flops);
+
+/// A range that tools see and timers do not count. `event` is made by the first one that opens.
+class ToolRange {
+ public:
+  ToolRange(std::atomic<const Event*>& event, const char* name, const char* category) noexcept : open_(Active()) {
+    if (!open_) return;
+    const Event* made = event.load(std::memory_order_acquire);
+    try {
+      if (made == nullptr) event.store(made = MakeEvent(name, category), std::memory_order_release);
+      Push(*made, {});
+    } catch (const std::bad_alloc&) {  // a tool may miss a range; the work that it watches goes on
+      open_ = false;
+    }
+  }
+  ~ToolRange() {
+    if (open_) Pop();
+  }
+  ToolRange(const ToolRange&) = delete;
+  ToolRange& operator=(const ToolRange&) = delete;
+
+ private:
+  bool open_;
+};
+
+/// For measurements of what a tool costs: hides the tool that is there from ranges that open from now on, or shows it again.
+/// Only while no range is open. Returns whether there is a tool.
+bool Mute(bool muted);
 
 /// Only where Active(): the calling thread is "moesaic worker <lane>" from now on.
 void NameThread(int lane) noexcept;

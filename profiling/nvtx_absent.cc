@@ -9,6 +9,8 @@ std::atomic<State> state{State::kNoTool};
 
 State FindTool() { return State::kNoTool; }
 
+bool Mute(bool /*muted*/) { return false; }
+
 const Event* MakeEvent(const std::string& /*name*/, const std::string& /*category*/) {
   throw std::logic_error("built without NVTX");
 }
@@ -16,6 +18,8 @@ const Event* MakeEvent(const std::string& /*name*/, const std::string& /*categor
 void Push(const Event& /*event*/, TaskScope::Subject /*subject*/) {}
 
 void Pop() {}
+
+void MarkFlops(const Event& /*event*/, double /*flops*/) {}
 
 void NameThread(int /*lane*/) noexcept {}
 

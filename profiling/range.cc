@@ -329,6 +329,8 @@ Range::~Range() {
     }
   }
   if (nvtx::Active()) {
+    const nvtx::Event* event = Registry::Get().entries[id_]->event.load(std::memory_order_acquire);
+    if (flops_ > 0 && event != nullptr) nvtx::MarkFlops(*event, flops_);
     nvtx::Pop();
   }
 }
@@ -358,11 +360,11 @@ void Range::Count(RangeId id, std::int64_t end_ns, std::int64_t thread_ns) {
 }
 
 void Range::AddWork(double flops, double bytes) {
+  flops_ += flops;  // for a tool in any case
+  bytes_ += bytes;
   if (start_ns_ == 0 || start_ns_ < current_epoch.load(std::memory_order_relaxed)) {
     return;
   }
-  flops_ += flops;
-  bytes_ += bytes;
   if (Slot* slot = OwnSlot(id_, start_ns_)) {
     Add(slot->flops, flops);
     Add(slot->bytes, bytes);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "profiling/calls.h"
+#include "profiling/nvtx.h"
 #include "profiling/range.h"
 
 namespace moesaic::threadpool {
@@ -141,6 +142,8 @@ void Executor::RunUntilDone(int lane, int worker) {
       if (spin.Once()) continue;
       num_searching_.fetch_sub(1, std::memory_order_seq_cst);
       clock.Enter(LaneClock::kParked);
+      static std::atomic<const profiling::nvtx::Event*> parked_event{nullptr};
+      const profiling::nvtx::ToolRange parked(parked_event, "pool_parked", "pool");
       Park(lane, [this, lane] { return Done() || HasWork(lane); });
       clock.Enter(LaneClock::kWaiting);
       num_searching_.fetch_add(1, std::memory_order_seq_cst);

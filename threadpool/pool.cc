@@ -13,6 +13,7 @@
 #include <string_view>
 #include <thread>
 
+#include "profiling/nvtx.h"
 #include "threadpool/executor.h"
 #include "threadpool/fork_guard.h"
 #include "threadpool/openmp_region.h"
@@ -97,6 +98,8 @@ class Pool::Impl : public ForkListener {
       return;
     }
     const Turn turn(*this);
+    static std::atomic<const profiling::nvtx::Event*> run_event{nullptr};
+    const profiling::nvtx::ToolRange run(run_event, "pool_run", "pool");
     Executor& executor = Team();
     Job& job = executor.job();
     prepare(job);

@@ -144,8 +144,8 @@ def comparison(results: Mapping[str, Result], tokens_per_step: int) -> Table:
 
 
 def phases(rows: Sequence[Mapping[str, Any]], threads: int) -> Table:
-    """Where the engine's time went. Phases of different experts overlap, so it is the threads' time that adds up; that
-    of a phase fused with another one is apportioned by their flops."""
+    """Where the engine's time went; ranges around whole steps are left out. Phases of different experts overlap, so it
+    is the threads' time that adds up; that of a phase fused with another one is apportioned by their flops."""
     table = Table(
         box=SIMPLE_HEAD,
         title=f"the engine's time by phase: thread time of {threads} threads, all steps and layers",
@@ -156,6 +156,7 @@ def phases(rows: Sequence[Mapping[str, Any]], threads: int) -> Table:
     table.add_column("phase", no_wrap=True)
     for column in ("calls", "ms", "share", "GFLOP/s\na thread"):
         table.add_column(column, justify="right", no_wrap=True)
+    rows = [row for row in rows if row["category"] != "run"]
     parents = {row["category"] for row in rows}
     total = sum(row["thread_ms"] for row in rows if row["name"] not in parents) or 1.0
     headings: set[str] = {"layer"}
@@ -177,6 +178,19 @@ def phases(rows: Sequence[Mapping[str, Any]], threads: int) -> Table:
             f"{row['flops'] / milliseconds / 1e6:,.1f}" if row["flops"] and milliseconds else "",
             style="" if share >= 0.01 else "dim",
         )
+    return table
+
+
+def parts(milliseconds: Mapping[str, float]) -> Table:
+    """What one step of the engine's run was made of, as torch.profiler saw it; recording lengthens all but the
+    experts."""
+    table = Table(box=SIMPLE_HEAD, title="what a step is made of (one step, recorded)", title_justify="left")
+    table.add_column("part", no_wrap=True)
+    for column in ("ms", "share"):
+        table.add_column(column, justify="right", no_wrap=True)
+    whole = sum(milliseconds.values()) or 1.0
+    for name, value in milliseconds.items():
+        table.add_row(name.replace("_", " "), f"{value:,.1f}", f"{value / whole:.1%}")
     return table
 
 

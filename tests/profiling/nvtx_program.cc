@@ -22,6 +22,11 @@ int main() {
   }
   const RangeId late = RegisterRange("A1_silu_backward", "backward");  // after the tool was found
   std::thread([&] { Range range(late); }).join();
+  {
+    Range work(RegisterRange("P", "GU3_lora_pass_gate"));
+    work.AddWork(1500, 10);
+    work.AddWork(1000, 0);
+  }
   moesaic::profiling::SetTimersEnabled(true);
   {
     Range a(outer);

@@ -59,6 +59,13 @@ int NVTX_API Pop(nvtxDomainHandle_t domain) {
   return 0;
 }
 
+void NVTX_API Mark(nvtxDomainHandle_t domain, const nvtxEventAttributes_t* event) {
+  const std::lock_guard lock(mutex);
+  Write("mark " + ToDomain(domain).name + " " + ToDomain(domain).categories[event->category] + " " +
+        *reinterpret_cast<std::string*>(event->message.registered) + " " +
+        std::to_string(static_cast<long>(event->payload.dValue)));
+}
+
 template <typename Function>
 void Install(NvtxFunctionTable table, unsigned size, unsigned id, Function* function) {
   if (id < size && table[id] != nullptr) {
@@ -80,5 +87,6 @@ extern "C" int InitializeInjectionNvtx2(NvtxGetExportTableFunc_t get_export_tabl
   Install(table, size, NVTX_CBID_CORE2_DomainRegisterStringA, &RegisterString);
   Install(table, size, NVTX_CBID_CORE2_DomainRangePushEx, &Push);
   Install(table, size, NVTX_CBID_CORE2_DomainRangePop, &Pop);
+  Install(table, size, NVTX_CBID_CORE2_DomainMarkEx, &Mark);
   return 1;
 }

@@ -37,7 +37,7 @@ std::vector<std::string> RecordProgram(const std::string& tool) {
 TEST(NvtxTest, AToolSeesNamesCategoriesAndNesting) {
   const std::vector<std::string> expected = {
       "domain moesaic",
-      "push moesaic layer backward",
+      "push moesaic backward backward",
       "push moesaic backward D3_gemm",
       "pop moesaic",
       "push moesaic backward D3_gemm",
@@ -45,7 +45,10 @@ TEST(NvtxTest, AToolSeesNamesCategoriesAndNesting) {
       "pop moesaic",
       "push moesaic backward A1_silu_backward",
       "pop moesaic",
-      "push moesaic layer backward",
+      "push moesaic LoRA P",
+      "mark moesaic LoRA P 2500",
+      "pop moesaic",
+      "push moesaic backward backward",
       "pop moesaic",
   };
   EXPECT_EQ(RecordProgram(NVTX_RECORDER), expected);

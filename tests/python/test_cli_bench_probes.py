@@ -10,6 +10,7 @@ import moesaic
 from moesaic import _core, cli
 from moesaic.commands import gemm_bench, onednn, pool_bench
 from moesaic.commands.output import UsageError
+from moesaic.profiles import system as profiles_system
 
 SHAPES = "name,form,rows,columns,contraction\nsmall,direct,5,33,70\nsmall,unpack,17,70,33\nsmall,gradient,17,70,33\n"
 
@@ -169,3 +170,18 @@ def test_wrong_usage(capsys):
         assert cli.main(["bench", *arguments]) == 2
         captured = capsys.readouterr()
         assert captured.out == "" and len(captured.err.splitlines()) == 1
+
+
+def test_profiling_document(capsys):
+    if profiles_system.library(profiles_system.COLLECTOR) is None:
+        assert cli.main(["bench", "profiling"]) == 1
+        pytest.skip("built without the NVTX headers")
+    document = run_json(capsys, "profiling", "--preset", "tiny", "--tokens", "32", "--reps", "3")
+    assert set(document["step_ms"]) == {"off", "timers", "collector"}
+    assert all(0 < times["min"] <= times["median"] <= times["max"] for times in document["step_ms"].values())
+    assert document["phases_a_step"] > 20
+    bars = {name: row["bar"] for name, row in document["overhead"].items()}
+    assert bars == {"timers": 0.005, "timers_and_nvtx": 0.01, "collector": 0.03}
+    assert all(row["value"] > -1 and row["noise"] >= 0 for row in document["overhead"].values())
+    assert _core.mute_nvtx(True) is False, "the tool was in a process of its own"
+    assert cli.main(["bench", "profiling", "--preset", "nothing"]) == 2

@@ -134,6 +134,11 @@ class Profile:
         """Everything that was recorded, as docs/PROFILING.md describes it."""
         return self._document or self._make(self._counts())
 
+    @property
+    def ceiling(self) -> dict[str, float] | None:
+        """``compute_gflops`` and ``read_gbps`` of the host; None while they have not been measured."""
+        return self._ceiling
+
     def measure_ceilings(self) -> None:
         """Measures what the host can do (some 0.1 s on all threads), for fractions of it in the reports."""
         from moesaic.commands.measure import CeilingProbe

@@ -185,6 +185,7 @@ class _Case:
         calls: dict[str, list[Call]] = {name: [] for name in others}
         gc.collect()
         gc.disable()
+        loop = _core.OuterRange("full_train_loop")
         try:
             for i in range(plan.reps):
                 progress(f"{label}: repetition {i + 1} of {plan.reps}")
@@ -196,6 +197,7 @@ class _Case:
                 for name, variant in others.items():
                     calls[name].append(timed(variant, plan.save))
         finally:
+            loop.close()
             gc.enable()
         result = self._report(first_call, saved_bytes, repetitions, without_saving, verified)
         own = [repetition.call for repetition in repetitions]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import moesaic
+from moesaic import _core
 from moesaic.commands.layer_data import Adapter, Batch
 
 
@@ -90,17 +91,22 @@ class Call:
 
 
 def timed(variant: Variant, save: bool) -> Call:
-    """Times a forward, and with `save` the backward to all leaves."""
+    """Times a forward, and with `save` the backward to all leaves; for tools, in ranges `forward_only` and
+    `backward_only`."""
     with torch.set_grad_enabled(save):
+        outer = _core.OuterRange("forward_only")
         faults_before, start = _faults(), time.perf_counter()
         out = variant.forward()
         middle, faults_between = time.perf_counter(), _faults()
+        outer.close()
     if not save:
         return Call((middle - start) * 1e3, None, faults_between - faults_before, None)
     d_out = variant.batch.d_out
+    outer = _core.OuterRange("backward_only")
     faults_again, again = _faults(), time.perf_counter()
     variant.backward(out, d_out)
     end, faults_after = time.perf_counter(), _faults()
+    outer.close()
     return Call(
         (middle - start) * 1e3, (end - again) * 1e3, faults_between - faults_before, faults_after - faults_again
     )

@@ -18,6 +18,8 @@ Raises:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 except ImportError as error:
@@ -27,7 +29,27 @@ from moesaic.hf import adapters, experts
 from moesaic.hf.blocks import IMPLEMENTATION, find_blocks, refusal
 from moesaic.hf.prepare import BlockReport, PrepareReport, prepare, restore
 
-__all__ = ["BlockReport", "PrepareReport", "find_blocks", "peft_is_hooked", "prepare", "refusal", "restore"]
+if TYPE_CHECKING:
+    from moesaic.hf.profile_callback import ProfileCallback
+
+__all__ = [
+    "BlockReport",
+    "PrepareReport",
+    "ProfileCallback",
+    "find_blocks",
+    "peft_is_hooked",
+    "prepare",
+    "refusal",
+    "restore",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ProfileCallback":  # the Trainer's classes take a while to import, and need accelerate
+        from moesaic.hf.profile_callback import ProfileCallback
+
+        return ProfileCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _register() -> bool:

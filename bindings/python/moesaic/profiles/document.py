@@ -31,8 +31,10 @@ __all__ = [
 SCHEMA = 2
 Document = dict[str, Any]
 
+#: Ranges around calls of the engine and whatever else a program does, in benchmarks and trainers.
+OUTER = frozenset({"full_train_loop", "forward_only", "backward_only"})
 #: Ranges that only hold others; their time is that of their steps.
-PARENTS = frozenset(
+PARENTS = OUTER | frozenset(
     {"forward", "backward", "backward_down", "backward_activation", "backward_gate_up", "GU3_lora_pass_gate"}
     | {"GU3_lora_pass_up"}
 )

@@ -1,0 +1,187 @@
+"""`moesaic bench profiling`: what it costs to be watched."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moesaic.commands import options
+from moesaic.commands.output import CommandError, Tables, UsageError, print_json, stdout_for_json
+
+SCHEMA = 1
+
+#: How a step is watched, and what its time over that of an unwatched one should stay below. NVTX ranges are always
+#: compiled in, so timers are measured with NVTX and without a tool: both bars are about the same number.
+BARS = {"timers": 0.005, "timers_and_nvtx": 0.01, "collector": 0.03}
+_WAYS = ("off", "timers", "collector")
+
+_DESCRIPTION = """\
+Times a forward and a backward of one experts layer (rank-16 LoRA) in turn: unwatched, with timers on (NVTX ranges are
+compiled in, and no tool is there), and with timers on and the NVTX collector recording every range. overhead: the
+median over rounds of the step's time over that of the unwatched one in the same round, less one; its noise is three
+standard errors of that median."""
+
+_PRESET, _TOKENS, _REPS, _WARMUP = "qwen3-30b-a3b", 1024, 30, 3
+
+
+def add_parser(benches: Any) -> None:
+    """Adds the command to those of `bench`."""
+    parser = benches.add_parser("profiling", help="what profiling costs", description=_DESCRIPTION)
+    parser.add_argument("--preset", default=_PRESET, metavar="NAME", help=f"a known layer (default {_PRESET})")
+    parser.add_argument("--experts", type=options.positive, metavar="E", help="instead of the preset's")
+    parser.add_argument("--tokens", type=options.positive, default=_TOKENS, metavar="T", help=f"default {_TOKENS}")
+    parser.add_argument("--threads", type=options.threads, metavar="N", help="default: as the engine chooses")
+    parser.add_argument("--reps", type=options.positive, default=_REPS, metavar="R", help=f"rounds (default {_REPS})")
+    options.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; 0.
+
+    Raises:
+        UsageError: there is no such preset.
+        CommandError: this build has no collector, or the measurement failed.
+    """
+    from moesaic.commands.layer_case import PRESETS
+    from moesaic.profiles.system import COLLECTOR, library
+
+    if args.preset not in PRESETS:
+        raise UsageError(f"argument --preset: '{args.preset}' is none of {', '.join(PRESETS)}")
+    collector = library(COLLECTOR)
+    if collector is None:
+        raise CommandError("this build has no collector (the NVTX headers were missing)")
+    # NVTX looks for a tool once in a process: so in one of its own, which leaves its reports in a folder that goes.
+    with tempfile.TemporaryDirectory(prefix="moesaic_bench_") as folder:
+        environment = {
+            **os.environ,
+            "NVTX_INJECTION64_PATH": str(collector),
+            "MOESAIC_NVTX_OUTPUT": str(Path(folder) / "ranges"),
+        }
+        wanted = {name: getattr(args, name) for name in ("preset", "experts", "tokens", "threads", "reps")}
+        result = subprocess.run(
+            [sys.executable, "-m", __name__, json.dumps(wanted)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    if result.returncode != 0:
+        raise CommandError(f"the measurement ended with exit code {result.returncode}")
+    document = json.loads(result.stdout)
+    if args.json:
+        print_json(document)
+    else:
+        _show(document)
+    return 0
+
+
+def measure(wanted: dict[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measures and returns the document that --json prints, in a process with the collector."""
+    import gc
+
+    import torch
+
+    import moesaic
+    from moesaic import _core
+    from moesaic.commands.layer_case import PRESETS, LayerShape, Routing
+    from moesaic.commands.layer_data import make_adapter, make_batch, make_weights
+    from moesaic.commands.measure import summary
+    from moesaic.commands.variants import Engine, timed
+
+    if not _core.mute_nvtx(True):
+        raise RuntimeError("the collector was not loaded")
+    if wanted["threads"] is not None:
+        moesaic.set_num_threads(wanted["threads"])
+    threads = moesaic.get_num_threads()
+    torch.set_num_threads(threads)
+    preset = PRESETS[wanted["preset"]]
+    experts = wanted["experts"] or preset.experts
+    shape = LayerShape(experts, preset.hidden, preset.intermediate, min(preset.top_k, experts), rank=16)
+    progress("generating and packing the weights")
+    generator = torch.Generator().manual_seed(0)
+    weights = make_weights(shape, generator, full_copy=False)
+    layer = moesaic.ExpertsLayer(weights.gate_up, weights.down)
+    adapter = make_adapter(shape, generator)
+    assert adapter is not None  # the rank is not 0
+    engine = Engine(make_batch(shape, wanted["tokens"], Routing("uniform"), generator), layer, [adapter])
+
+    def step(way: str) -> float:
+        _core.mute_nvtx(way != "collector")
+        _core.set_timers_enabled(way != "off")
+        try:
+            return timed(engine, save=True).total_ms
+        finally:
+            _core.set_timers_enabled(False)
+            _core.mute_nvtx(True)
+
+    for way in _WAYS * _WARMUP:
+        step(way)
+    _core.reset_timers()
+    step("timers")
+    ranges = sum(row["calls"] for row in _core.timers_snapshot())
+    times: dict[str, list[float]] = {way: [] for way in _WAYS}
+    gc.collect()
+    gc.disable()
+    for i in range(wanted["reps"]):
+        progress(f"round {i + 1} of {wanted['reps']}")
+        turn = i % len(_WAYS)  # nobody is always first
+        for way in _WAYS[turn:] + _WAYS[:turn]:
+            times[way].append(step(way))
+    overheads = {way: _overhead(times[way], times["off"]) for way in ("timers", "collector")}
+    overheads["timers_and_nvtx"] = overheads["timers"]
+    return {
+        "schema": SCHEMA,
+        "host": {"cpu": _core.cpu_name(), "isa": moesaic.isa(), "threads": threads},
+        "preset": wanted["preset"],
+        "experts": experts,
+        "tokens": wanted["tokens"],
+        "phases_a_step": ranges,
+        "step_ms": {way: summary(values) for way, values in times.items()},
+        "overhead": {name: {**overheads[name], "bar": bar} for name, bar in BARS.items()},
+    }
+
+
+def _overhead(watched: Sequence[float], alone: Sequence[float]) -> dict[str, float]:
+    ratios = [a / b for a, b in zip(watched, alone, strict=True)]
+    middle = statistics.median(ratios)
+    deviation = 1.4826 * statistics.median(abs(ratio - middle) for ratio in ratios)
+    return {"value": middle - 1.0, "noise": 3 * 1.2533 * deviation / math.sqrt(len(ratios))}
+
+
+def _show(document: dict[str, Any]) -> None:
+    host = document["host"]
+    tables = Tables()
+    tables.heading(f"{host['cpu']}, {host['isa']}, {host['threads']} threads")
+    tables.table(
+        f"{document['preset']}, {document['experts']} experts, {document['tokens']} tokens, "
+        f"{document['phases_a_step']:,} phases a step",
+        ["a step, ms", "min", "median", "mean", "std", "max"],
+        [
+            [way, *(f"{values[key]:.3f}" for key in ("min", "median", "mean", "std", "max"))]
+            for way, values in document["step_ms"].items()
+        ],
+    )
+    tables.table(
+        "",
+        None,
+        [
+            [name.replace("_", " "), f"{100 * row['value']:+.2f}% ± {100 * row['noise']:.2f}%  (bar: {row['bar']:.1%})"]
+            for name, row in document["overhead"].items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    with stdout_for_json(True):
+        _document = measure(json.loads(sys.argv[1]), options.progress())
+    print_json(_document)
