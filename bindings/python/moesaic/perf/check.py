@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic.perf.calibration import LayerCase, Statistic, alone, calibrate, measure_layer
-from moesaic.perf.gemm_evaluator import Configuration, GemmEvaluator
+from moesaic.perf.gemm_evaluator import GemmEvaluator
 from moesaic.perf.layer_model import ExpertsShape, LayerModel
-from moesaic.perf.layer_plan import round_up
 from moesaic.perf.machine import Machine
 from moesaic.perf.products import Products
 from moesaic.perf.rates import LayerRates, rates_path
 from moesaic.perf.shapes import GemmShape
 
-__all__ = ["BARS", "CheckPlan", "Pair", "layer_cases", "run_check", "summarise"]
+__all__ = ["BARS", "CheckPlan", "Pair", "gemm_shapes", "layer_cases", "run_check", "summarise"]
 
 SCHEMA = 1
 
@@ -29,12 +28,6 @@ BARS: dict[str, tuple[float, float | None]] = {
     "step": (0.10, None),
 }
 """By group: the median error that is allowed, and the 95th percentile. For skewed routing it is the largest error."""
-
-_GEMMS = (
-    ("direct", 4, 1408, 704), ("direct", 24, 2048, 1408), ("direct", 80, 1152, 640), ("direct", 200, 2304, 512),
-    ("direct", 352, 896, 1024), ("direct", 1, 3072, 1024), ("unpack", 6, 704, 1408), ("unpack", 40, 1408, 2048),
-    ("unpack", 112, 640, 1152), ("unpack", 224, 512, 2304), ("unpack", 320, 1024, 896), ("unpack", 2, 1024, 3072),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,6 +64,13 @@ class CheckPlan:
     full: bool = False
     recalibrate: bool = False
     parts: Sequence[str] = ("gemm", "layer", "step")
+
+
+def gemm_shapes() -> Sequence[GemmShape]:
+    """The shapes that `moesaic tune --check` holds the evaluator's choices against."""
+    from moesaic.commands.tune_check import held_out_shapes
+
+    return held_out_shapes()
 
 
 def layer_cases(*, full: bool) -> tuple[LayerCase, ...]:
@@ -115,7 +115,7 @@ def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callabl
             except OSError as error:
                 left_out["keeping the rates"] = str(error)
     if "gemm" in plan.parts:
-        pairs += _gemms(machine, plan, progress)
+        pairs += _gemms(GemmEvaluator(machine, threads, False), plan, progress)
     if rates is not None:
         model = LayerModel(start.products, rates)
         if "layer" in plan.parts:
@@ -179,33 +179,21 @@ def _kept(path: Any) -> LayerRates | None:
         return None
 
 
-def _gemms(machine: Machine, plan: CheckPlan, progress: Callable[[str], None]) -> list[Pair]:
-    """One call of a kernel on one thread, with weights from memory: what the evaluator says of that configuration."""
-    import torch
+def _gemms(evaluator: GemmEvaluator, plan: CheckPlan, progress: Callable[[str], None]) -> list[Pair]:
+    """Grouped GEMMs on all threads, weights from memory, in the configuration that the evaluator chooses."""
+    from moesaic.perf.timing import ShapeTimer, repetitions
 
-    from moesaic import _core
-
-    evaluator = GemmEvaluator(machine, 1, cache=False)
-    tier = next(number for number, (name, runs) in enumerate(_core.kernel_tiers()) if runs and name == machine.isa)
     pairs = []
-    for form, rows, k, n in _GEMMS:
-        progress(f"{form} {rows} x {k} x {n}")
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(rows, k, generator=generator).bfloat16()
-        stored = (n, k) if form == "direct" else (k, n)
-        weights = torch.randn(*stored, generator=generator).bfloat16()
-        copies = max(2, math.ceil(machine.l3_bytes / (k * n)))  # twice what the last-level cache holds
-        probe = _core.GemmProbe(tier, form, x, weights, copies)
-        probe.measure(copies)
-        times = [us * 1e-3 for us in probe.measure(max(plan.repetitions, 64))]
-        shape = GemmShape(m=rows, k=k, n=n, output="fp32", form=form, packed=True)
-        lanes = round_up(rows, 16)
-        estimate = evaluator.estimate(shape, Configuration(form, lanes, n, lanes, n, k, "columns"))
-        predicted = estimate.milliseconds - estimate.parts["dispatch"]
-        measured = plan.statistic(times)
-        pairs.append(
-            Pair("gemm", f"{form} {rows} x {k} x {n}", predicted, measured, statistics.median(times) / min(times))
-        )
+    for shape in gemm_shapes():
+        answer = evaluator.evaluate(shape)
+        name = f"{answer.configuration.form} {shape.groups} x {shape.m} x {shape.k} x {shape.n} {shape.output}"
+        progress(name)
+        timer = ShapeTimer(evaluator.isa, shape, evaluator.machine.l3_bytes)
+        timer.measure([answer.configuration], 1)  # first touch of results and scratch memory
+        count = max(plan.repetitions, repetitions(answer.milliseconds, 1))
+        times = timer.measure([answer.configuration], count)[0]
+        spread = statistics.median(times) / min(times)
+        pairs.append(Pair("gemm", name, answer.milliseconds, plan.statistic(times), spread))
     return pairs
 
 
