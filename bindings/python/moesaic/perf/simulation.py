@@ -384,8 +384,9 @@ class Simulation:
         )
         for name in sorted(found, key=lambda name: found[name][1]):
             if name != best:
-                slower = block.strategies[name][1].milliseconds(self._topology) > communication
-                text += f"; {name} {found[name][1]:.3f}, it {'communicates' if slower else 'computes'} more"
+                communicates = block.strategies[name][1].milliseconds(self._topology) - communication
+                slower = "communicates" if communicates > block.compute_ms(name) - compute else "computes"
+                text += f"; {name} {found[name][1]:.3f}, it {slower} more"
         return text if self._parallelism.strategy == "auto" else f"{text}; asked for"
 
     # Before and after.

@@ -187,7 +187,8 @@ def _reason(
     if strategy != "auto":
         return f"{text}; asked for"
     for plan in sorted(others, key=lambda plan: plan.milliseconds):
-        slower = "communicates" if plan.communication_ms > best.communication_ms else "computes"
+        communicates = plan.communication_ms - best.communication_ms
+        slower = "communicates" if communicates > plan.compute_ms - best.compute_ms else "computes"
         text += f"; {plan} takes {plan.milliseconds:.4f} ms, it {slower} longer"
     left = sorted({"column", "row", "hybrid"} - set(by_kind) - ({"hybrid"} if _is_prime(topology.size) else set()))
     if left:
