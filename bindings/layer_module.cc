@@ -154,9 +154,11 @@ moe::LayerConfig ConfigOf(const std::string& weight_format, const TensorView& ga
 class Layer {
  public:
   Layer(const std::string& weight_format, const py::object& gate_up_proj, const py::object& down_proj) {
+    UsesTorch torch;
     const TensorView gate_up = ViewOf(gate_up_proj, {"gate_up_proj"}, kWeightTypes);
     const TensorView down = ViewOf(down_proj, {"down_proj"}, kWeightTypes);
     const moe::LayerConfig config = ConfigOf(weight_format, gate_up, down);
+    torch.End();
     const Unlocked unlocked;
     layer_ = std::make_unique<moe::ExpertsLayer>(config, gate_up, down, threadpool::Pool::Default());
   }
@@ -166,6 +168,7 @@ class Layer {
   py::tuple Forward(const py::object& hidden, const py::object& ids, const py::object& weights, const py::tuple& lora_tensors,
                     const py::tuple& lora_layout, bool save, const py::object& into) const {
     profiling::CallTimer timer(profiling::CallKind::kForward, number_);
+    UsesTorch torch;
     moe::ForwardArgs args;
     args.hidden = ViewOf(hidden, {"hidden"}, kActivationTypes);
     args.ids = ViewOf(ids, {"top_k_ids"}, kIdTypes);
@@ -186,12 +189,14 @@ class Layer {
         args.saved = &saved;
       }
     }
+    torch.End();
     {
       const Unlocked unlocked;
       timer.EngineBegins();
       layer_->Forward(args, threadpool::Pool::Default());
       timer.EngineEnds(args.hidden.shape[0], threadpool::Pool::Default().num_threads());
     }
+    torch.Begin();
     return py::make_tuple(out.ToTorch(), state.ToTorch());
   }
 
@@ -200,6 +205,7 @@ class Layer {
                      const py::tuple& lora_tensors, const py::tuple& lora_layout, const py::object& d_out,
                      const py::tuple& needs) const {
     profiling::CallTimer timer(profiling::CallKind::kBackward, number_);
+    UsesTorch torch;
     moe::BackwardArgs args;
     args.hidden = ViewOf(hidden, {"hidden"}, kActivationTypes);
     args.weights = ViewOf(weights, {"top_k_weights"}, kActivationTypes);
@@ -243,20 +249,24 @@ class Layer {
       grad.b = place.SplitB((d_lora[2 * n + 1] = gradient(3 + 2 * n, place.b)).view());
     }
     args.d_lora = d_adapters;
+    torch.End();
     {
       const Unlocked unlocked;
       timer.EngineBegins();
       layer_->Backward(args, threadpool::Pool::Default());
       timer.EngineEnds(args.hidden.shape[0], threadpool::Pool::Default().num_threads());
     }
+    torch.Begin();
     py::tuple d_tensors(d_lora.size());
     for (std::size_t n = 0; n < d_lora.size(); ++n) d_tensors[n] = d_lora[n].ToTorch();
     return py::make_tuple(d_hidden.ToTorch(), d_weights.ToTorch(), d_tensors);
   }
 
   void Unpack(const py::object& gate_up_proj, const py::object& down_proj) const {
+    UsesTorch torch;
     const TensorView gate_up = ViewOf(gate_up_proj, {"gate_up_proj"}, kWeightTypes);
     const TensorView down = ViewOf(down_proj, {"down_proj"}, kWeightTypes);
+    torch.End();
     const Unlocked unlocked;
     layer_->Unpack(gate_up, down, threadpool::Pool::Default());
   }

@@ -106,6 +106,7 @@ PYBIND11_MODULE(_core, module) {
   py::register_exception<moesaic::UnsupportedHostError>(module, "UnsupportedHostError", PyExc_RuntimeError).attr("__module__") =
       "moesaic";
   bindings::LoadTorch();
+  bindings::WatchForTheEnd();
   moesaic::threadpool::Pool::Default().SetSource(bindings::SourceFromEnvironment());
   bindings::BindThreads(module);
   bindings::BindHost(module);

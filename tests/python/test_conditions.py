@@ -116,23 +116,50 @@ def test_exec_after_use(run_python: RunPython) -> None:
 
 @pytest.mark.parametrize("source", ["openmp", "own"])
 def test_the_interpreter_ends_with_work_in_flight(run_python: RunPython, source: str) -> None:
-    for _ in range(1):
-        check(
-            run_python(
-                program("""
-                step()
-                # One long call a thread, under way when the interpreter ends. (One that is in an operation of
-                # torch's own then aborts the process.)
-                many = torch.randn(60_000, H)
-                call = many, torch.zeros(60_000, 4, dtype=torch.int64), torch.ones(60_000, 4)
-                for _ in range(3):
-                    threading.Thread(target=layer.forward, args=call, daemon=True).start()
-                time.sleep(0.05)
-                print("ok")
-                """),
-                MOESAIC_THREAD_SOURCE=source,
-            )
+    """Daemon threads in the middle of a long call, and in every part of short ones."""
+    check(
+        run_python(
+            program("""
+            sys.setswitchinterval(1e-5)
+            step()
+            many = torch.randn(60_000, H)
+            call = many, torch.zeros(60_000, 4, dtype=torch.int64), torch.ones(60_000, 4)
+            def short_calls():
+                while True:
+                    _, saved = layer.forward(hidden, ids, weights, lora)
+                    layer.backward(saved, d_out)
+            for _ in range(2):
+                threading.Thread(target=layer.forward, args=call, daemon=True).start()
+            for _ in range(3):
+                threading.Thread(target=short_calls, daemon=True).start()
+            time.sleep(0.1)
+            print("ok")
+            """),
+            MOESAIC_THREAD_SOURCE=source,
         )
+    )
+
+
+def test_daemon_threads_end_quietly(run_python: RunPython) -> None:
+    """Once the interpreter is about to end, calls of other threads raise SystemExit; the ending thread may go on."""
+    result = run_python(
+        program("""
+        import atexit
+        def loop():
+            while True:
+                step()
+        threads = [threading.Thread(target=loop, daemon=True) for _ in range(3)]
+        def finish():  # registered before the package was imported, it would run after the package's own
+            for thread in threads: thread.join(60)
+            assert not any(thread.is_alive() for thread in threads)
+            assert step() == expected
+            print("ok", flush=True)
+        expected = step()
+        for thread in threads: thread.start()
+        """).replace("import torch, moesaic", "import atexit, torch; atexit.register(lambda: finish()); import moesaic")
+    )
+    check(result)
+    assert result.stderr == ""
 
 
 def test_one_cpu(run_python: RunPython) -> None:

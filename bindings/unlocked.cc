@@ -1,0 +1,55 @@
+#include "bindings/unlocked.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+namespace py = pybind11;
+
+namespace moesaic::bindings {
+namespace {
+
+// Python joins all other threads before it calls what atexit holds: whoever is here besides is a daemon thread.
+std::atomic<bool> ending{false};
+std::atomic<pthread_t> ending_thread{};
+std::atomic<int> inside{0};
+thread_local int own_inside = 0;
+
+void WaitForTheLast() {
+  constexpr auto kLimit = std::chrono::seconds(5);  // PyTorch's functions in question take microseconds
+  ending_thread = pthread_self();
+  ending = true;
+  const Unlocked unlocked;
+  const auto began = std::chrono::steady_clock::now();
+  while (inside > 0 && std::chrono::steady_clock::now() - began < kLimit) {
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+}
+
+}  // namespace
+
+void UsesTorch::Begin() {
+  if (ending && pthread_equal(ending_thread, pthread_self()) == 0) {
+    PyErr_SetNone(PyExc_SystemExit);
+    throw py::error_already_set();
+  }
+  inside_ = true;
+  ++own_inside;
+  ++inside;
+}
+
+void UsesTorch::End() {
+  if (!inside_) return;
+  inside_ = false;
+  --own_inside;
+  --inside;
+}
+
+void WatchForTheEnd() {
+  pthread_atfork(nullptr, nullptr, [] { inside = own_inside; });  // a child has the forking thread alone
+  py::module_::import("atexit").attr("register")(py::cpp_function(&WaitForTheLast));
+}
+
+}  // namespace moesaic::bindings
