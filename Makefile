@@ -24,7 +24,7 @@ WITH_PACKAGE = PYTHONPATH="$(abspath $(BUILD))/python$${PYTHONPATH:+:$$PYTHONPAT
 SANITIZERS   = asan ubsan tsan
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-cpp test-python soak forks bench lint format clean $(SANITIZERS)
+.PHONY: help setup build demo test test-cpp test-python test-numa soak forks bench lint format clean $(SANITIZERS)
 
 help:
 	@echo "make demo     environment, build, then fine-tune a small MoE model, stock and through the engine"
@@ -34,6 +34,7 @@ help:
 	@echo "make lint     clang-format, clang-tidy, ruff, mypy            make format   rewrites what they can"
 	@echo "make asan, make ubsan, make tsan                              the C++ tests under that sanitizer"
 	@echo "make soak     trains random shapes for SOAK=$(SOAK) seconds and watches memory, descriptors, threads"
+	@echo "make test-numa   weights and threads on a machine with three NUMA nodes, in a QEMU guest"
 	@echo "make forks    10,000 forks beside training"
 	@echo "make clean    removes $(BUILD)"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) BUILD=$(BUILD) SETUP=$(SETUP) JOBS=$(JOBS)"
@@ -66,6 +67,12 @@ soak: build
 
 forks: build
 	@$(WITH_PACKAGE) MOESAIC_TEST_FORKS=10000 $(RUN_PYTHON) -m pytest -o cache_dir="$(abspath $(BUILD))/pytest_cache" -k forks tests/python/test_conditions.py
+
+# In a guest with several NUMA nodes; takes minutes, and tools that make setup does not install.
+test-numa: setup
+	@scripts/configure release "$(BUILD)" "$(RUN_PYTHON)" -DMOESAIC_BUILD_PYTHON=ON
+	@cmake --build "$(BUILD)" -j $(JOBS) --target numa_guest_test
+	@scripts/test_numa "$(BUILD)"
 
 bench: build
 	@$(WITH_PACKAGE) PYTHON="$(RUN_PYTHON)" scripts/bench $(ARGS)

@@ -16,6 +16,7 @@
 #include "profiling/bench/gemm_probe.h"
 #include "profiling/bench/machine_probe.h"
 #include "profiling/bench/pool_probe.h"
+#include "threadpool/node_memory.h"
 #include "threadpool/pool.h"
 #include "threadpool/topology.h"
 
@@ -78,6 +79,29 @@ py::dict TopologyToDict() {
   result["cpu_quota"] = topology.cpu_quota;
   result["usable_cores"] = topology.UsableCores();
   return result;
+}
+
+/// Where the weights of a layer would be packed now: a row for each node, with what a page that is meant for it does.
+py::list NumaRows() {
+  const threadpool::Topology& topology = threadpool::Pool::Default().topology();
+  py::list rows;
+  for (const threadpool::Topology::ComputeNode& compute : topology.ComputeNodes()) {
+    const int os_index = topology.nodes.empty() ? 0 : topology.nodes[static_cast<std::size_t>(compute.node)].os_index;
+    py::dict row;
+    row["os_index"] = os_index;
+    row["cores"] = compute.cores;
+    row["bind_error"] = py::none();
+    row["lies_on"] = py::none();
+    if (topology.is_host) {
+      const std::string error = threadpool::WhyNotBound(os_index);
+      if (!error.empty()) row["bind_error"] = error;
+      const threadpool::NodeMemory page(1, os_index);
+      *static_cast<volatile char*>(page.data()) = 1;
+      if (const int node = threadpool::NodeOfPage(page.data()); node >= 0) row["lies_on"] = node;
+    }
+    rows.append(row);
+  }
+  return rows;
 }
 
 threadpool::ThreadSource SourceNamed(const std::string& source) {
@@ -211,6 +235,8 @@ void RegisterGemmProbe(py::module_& module) {
 void RegisterBench(py::module_& module) {
   using WithoutLock = py::call_guard<Unlocked>;
   module.def("topology", &TopologyToDict, "The machine as threadpool/topology.h describes it.");
+  module.def("numa", &NumaRows, "The NUMA nodes among which weights are divided: os_index, cores, bind_error, lies_on.");
+  module.def("openmp_threads_are_bound", &threadpool::OpenMpThreadsAreBound, "Whether OpenMP keeps its threads on places.");
   module.def("last_level_cache_bytes", &bench::LastLevelCacheBytes, "Bytes of all last-level caches together; 0: unknown.");
   module.def("compute_probes", &ComputeProbeRows, "Every compute probe, best first: isa, instruction, available.");
   module.def(

@@ -290,6 +290,14 @@ void BindLayer(py::module_& module) {
       .def_property_readonly("hidden_size", [](const Layer& self) { return self.layer().config().hidden_size; })
       .def_property_readonly("intermediate_size", [](const Layer& self) { return self.layer().config().intermediate_size; })
       .def_property_readonly("weight_bytes", [](const Layer& self) { return self.layer().weight_bytes(); })
+      .def_property_readonly("shards",
+                             [](const Layer& self) {
+                               py::list rows;
+                               for (const moe::Shard& shard : self.layer().shards()) {
+                                 rows.append(py::make_tuple(shard.node, shard.begin, shard.size));
+                               }
+                               return rows;
+                             })
       .def("forward", &Layer::Forward, arg("hidden"), arg("top_k_ids"), arg("top_k_weights"), arg("lora_tensors"),
            arg("lora_layout"), arg("save"), arg("into") = py::none())
       .def("backward", &Layer::Backward, arg("state"), arg("hidden"), arg("top_k_weights"), arg("lora_tensors"),

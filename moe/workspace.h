@@ -13,7 +13,7 @@ namespace moesaic::moe {
 
 /// Buffers of one call in flight. Contents are undefined when it is acquired.
 struct Workspace {
-  AlignedBuffer rows;          ///< bf16 [T * k][H]: a row of Y (forward) or dX (backward) for each slot
+  AlignedBuffer rows;          ///< bf16 [shards][T * k][H]: a row of Y (forward) or dX (backward) for each slot
   AlignedBuffer jobs;          ///< activations of the jobs in flight
   AlignedBuffer lora;          ///< packed adapters of the groups in flight, and their gradients' fp32 sums
   AlignedBuffer tokens;        ///< routing weights and tables, a few bytes a slot

@@ -35,8 +35,7 @@ class NodeMemory {
 };
 
 /// The node (the operating system's number) on which the page of `address` lies; a negative number where it has not been
-/// touched
-/// (-ENOENT) or where the system does not say (another error's number).
+/// touched, or where the system does not say.
 int NodeOfPage(const void* address);
 
 /// Why NodeMemory cannot bind pages to this node: the system's reason, e.g. "Operation not permitted"; empty: it can.

@@ -2,9 +2,14 @@
 
 #include <omp.h>
 
+#include <optional>
 #include <vector>
 
+#include "threadpool/affinity.h"
+
 namespace moesaic::threadpool {
+
+bool OpenMpThreadsAreBound() { return omp_get_proc_bind() != omp_proc_bind_false; }
 
 void RunInOpenMpRegion(Executor& executor, const Topology& topology) {
   const bool several_nodes = topology.nodes.size() > 1, keeps_nodes = executor.job().keeps_nodes();
@@ -16,11 +21,13 @@ void RunInOpenMpRegion(Executor& executor, const Topology& topology) {
 #pragma omp parallel num_threads(executor.lanes())
   {
     const int lane = omp_get_thread_num();
+    std::optional<StayOnNode> stay;
     if (several_nodes) {
+      if (keeps_nodes && topology.is_host) stay.emplace(topology);
       executor.SetNode(lane, pretended.empty() ? topology.NodeOfCallingThread() : pretended[lane].node);
-      if (keeps_nodes) {
+    }
+    if (keeps_nodes) {
 #pragma omp barrier  // who is where must be known before anybody takes a task for a node without lanes
-      }
     }
     executor.RunUntilDone(lane, lane);
   }

@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "profiling/nvtx.h"
+#include "threadpool/affinity.h"
 #include "threadpool/executor.h"
 #include "threadpool/fork_guard.h"
 #include "threadpool/openmp_region.h"
@@ -112,6 +113,8 @@ class Pool::Impl : public ForkListener {
       RunInOpenMpRegion(executor, topology());
     } else {
       if (!team_->threads) team_->threads.emplace(executor, topology());
+      std::optional<StayOnNode> stay;  // the other threads are pinned
+      if (job.keeps_nodes() && topology().is_host) stay.emplace(topology());
       team_->threads->MakeRoomForCaller();
       executor.Start(false);
       executor.OpenToHelpers();

@@ -76,6 +76,10 @@ enum class ThreadSource {
   kOpenMp,  ///< the process's OpenMP team, in whose one region the workers steal (beside PyTorch)
 };
 
+/// Whether the OpenMP runtime keeps the threads of its team on places (OMP_PROC_BIND, GOMP_CPU_AFFINITY). Where it does not,
+/// the system may move a thread away from the NUMA node whose work it does.
+bool OpenMpThreadsAreBound();
+
 /// Threads: every member function may be called from any thread; concurrent Run() calls are served one after the other, in the
 /// order in which they came. Run() inside a task of the same pool executes the inner graph on the calling thread alone, with
 /// the `worker` of the task around it: scratch memory indexed by it must not be in use across the inner Run(). A task may call

@@ -57,6 +57,36 @@ def test_limits_and_topology_are_this_process_s(capsys):
     assert all(row["free"] <= row["total"] for row in report["huge_pages"]["reserved"])
 
 
+def test_weights_on_numa_nodes(capsys):
+    report = doctor_json(capsys)
+    nodes = report["numa"]["nodes"]
+    assert 1 <= len(nodes) <= len(report["topology"]["nodes"])
+    assert 1 <= sum(node["cores"] for node in nodes) <= report["topology"]["cores"]
+    for node in nodes:
+        assert node["lies_on"] is None or node["bind_error"] is not None or node["lies_on"] == node["os_index"]
+
+
+def _numa_notes(monkeypatch, capsys, nodes, *, bound):
+    monkeypatch.setattr(_core, "numa", lambda: nodes)
+    monkeypatch.setattr(_core, "openmp_threads_are_bound", lambda: bound)
+    cli.main(["doctor"])
+    text = " ".join(capsys.readouterr().out.split())
+    return text, [note for note in doctor_json(capsys)["notes"] if "NUMA" in note]
+
+
+def test_several_numa_nodes(monkeypatch, capsys):
+    good = [{"os_index": n, "cores": 4, "bind_error": None, "lies_on": n} for n in (0, 2)]
+    text, notes = _numa_notes(monkeypatch, capsys, good, bound=True)
+    assert "divided among 2 nodes with 4, 4 cores, bound" in text and notes == []
+    denied = [node | {"bind_error": "Operation not permitted", "lies_on": 0} for node in good]
+    text, notes = _numa_notes(monkeypatch, capsys, denied, bound=True)
+    assert "placed by first touch" in text
+    assert len(notes) == 1 and "mbind: Operation not permitted" in notes[0]
+    full = [good[0], good[1] | {"lies_on": 0}]
+    _, notes = _numa_notes(monkeypatch, capsys, full, bound=False)
+    assert len(notes) == 2 and "meant for NUMA node 2 came to lie on node 0" in notes[0] and "OMP_PROC_BIND" in notes[1]
+
+
 def test_an_address_space_limit_lowers_the_available_memory(monkeypatch):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = used + (200 << 20)

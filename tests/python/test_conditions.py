@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -305,19 +306,22 @@ def test_other_interpreters_are_refused(run_python: RunPython) -> None:
     )
 
 
-#: Answers EPERM to arch_prctl(ARCH_REQ_XCOMP_PERM), by which a process asks for the tile registers.
-DENY_AMX = """
+#: Answers EPERM to the system calls that `code` lets through to its last line but one.
+DENY = """
 import ctypes, struct
-code = [(0x20, 0, 0, 0), (0x15, 0, 3, 158),                # the system call; arch_prctl?
-        (0x20, 0, 0, 16), (0x15, 0, 1, 0x1023),            # its first argument; ARCH_REQ_XCOMP_PERM?
-        (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]  # EPERM; allowed
+code = [(0x20, 0, 0, 0), CODE, (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]  # the system call; EPERM; allowed
 filter = b"".join(struct.pack("HBBI", *line) for line in code)
 buffer = ctypes.create_string_buffer(filter)
 program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer)))
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0, ctypes.get_errno()
-assert libc.syscall(158, 0x1023, 18) == -1 and ctypes.get_errno() == 1
 """
+#: arch_prctl, if its first argument is ARCH_REQ_XCOMP_PERM, by which a process asks for the tile registers.
+DENY_AMX = (
+    DENY.replace("CODE", "(0x15, 0, 3, 158), (0x20, 0, 0, 16), (0x15, 0, 1, 0x1023)")
+    + "assert libc.syscall(158, 0x1023, 18) == -1 and ctypes.get_errno() == 1\n"
+)
+DENY_MBIND = DENY.replace("CODE", "(0x15, 0, 1, 237)")
 
 
 def test_amx_permission_denied(run_python: RunPython) -> None:
@@ -336,6 +340,41 @@ def test_amx_permission_denied(run_python: RunPython) -> None:
     )
     result = run_python(DENY_AMX + "import moesaic\nmoesaic.isa()", MOESAIC_ISA="amx_bf16")
     assert result.returncode == 1 and "UnsupportedHostError" in result.stderr, result.stderr
+
+
+def test_binding_memory_denied(run_python: RunPython) -> None:
+    """A container's filter of system calls: the engine works, and says why weights are placed by first touch."""
+    check(
+        run_python(
+            DENY_MBIND
+            + program("""
+            assert all(node["bind_error"] == "Operation not permitted" for node in _core.numa())
+            assert step() == step()
+            print("ok")
+            """)
+        )
+    )
+
+
+def test_pretended_numa_nodes(run_python: RunPython) -> None:
+    """Weights are divided among the nodes of the topology, whichever threads compute, and the results are close."""
+    topology = Path(__file__).parents[1] / "threadpool" / "data" / "two_packages.xml"
+    body = program("""
+    bits = {step()}
+    for source in ("own", "openmp"):
+        for threads in (1, 2, 5):
+            _core.set_thread_source(source)
+            moesaic.set_num_threads(threads)
+            bits.add(step())
+    assert len(bits) == 1
+    values = torch.frombuffer(bytearray(bits.pop()), dtype=torch.float32)
+    print([shard[1:] for shard in layer._core.shards], values.norm().item())
+    """)
+    whole, divided = run_python(body), run_python(body, MOESAIC_HWLOC_XML=str(topology))
+    assert whole.returncode == 0 and divided.returncode == 0, (whole.stderr, divided.stderr)
+    one, two = whole.stdout.rsplit(maxsplit=1), divided.stdout.rsplit(maxsplit=1)
+    assert two[0] == "[(0, 64), (64, 32)]"
+    assert abs(float(one[1]) - float(two[1])) <= 5e-3 * float(one[1])
 
 
 def test_amx_beside_a_small_signal_stack(run_python: RunPython) -> None:

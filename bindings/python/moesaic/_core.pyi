@@ -80,6 +80,10 @@ class Layer:
     def intermediate_size(self) -> int: ...
     @property
     def weight_bytes(self) -> int: ...
+    @property
+    def shards(self) -> list[tuple[int, int, int]]:
+        """(place of the NUMA node in the topology, first row of I, number of rows)."""
+
     def forward(
         self,
         hidden: torch.Tensor,
@@ -169,6 +173,14 @@ class Topology(TypedDict):
     cpu_quota: float
     usable_cores: int
 
+class ComputeNode(TypedDict):
+    os_index: int
+    cores: int
+    #: why memory cannot be bound to the node; None: it can
+    bind_error: str | None
+    #: the node on which a page that was meant for this one came to lie; None: the system does not say
+    lies_on: int | None
+
 class ComputeProbe(TypedDict):
     isa: str
     instruction: str
@@ -187,6 +199,8 @@ class ReadProbe:
     def method(self) -> str: ...
 
 def topology() -> Topology: ...
+def numa() -> list[ComputeNode]: ...
+def openmp_threads_are_bound() -> bool: ...
 def last_level_cache_bytes() -> int: ...
 def scratch_bytes() -> int: ...
 def compute_probes() -> list[ComputeProbe]: ...

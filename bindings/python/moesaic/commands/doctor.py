@@ -61,6 +61,7 @@ def examine(*, measure: bool) -> dict[str, Any]:
         "cpu": {"name": _core.cpu_name()},
         "isa": {"chosen": moesaic.isa(), "tiers": tiers},
         "topology": {key: topology[key] for key in ("is_host", "packages", "cores", "pus", "nodes", "l1d", "l2", "l3")},
+        "numa": {"nodes": _core.numa(), "threads_bound": _threads_are_bound()},
         "limits": {
             "affinity": topology["affinity"],
             "cpu_quota": topology["cpu_quota"] or None,
@@ -107,10 +108,41 @@ def notes(report: dict[str, Any]) -> list[str]:
             found.append(f"{tier['name']}: the CPU has it, but this build does not hold its kernels")
     if report["huge_pages"]["transparent"] == "never":
         found.append("transparent huge pages are off; weights are read faster with them: set 'madvise'")
+    if len(report["numa"]["nodes"]) > 1 and report["topology"]["is_host"]:
+        found += _numa_notes(report["numa"])
     limits = report["limits"]
     if limits["threads"] > limits["usable_cores"]:
         found.append(f"{limits['threads']} threads share {limits['usable_cores']} usable cores")
     return found
+
+
+def _numa_notes(numa: dict[str, Any]) -> list[str]:
+    """What keeps weights or threads from staying on their NUMA node, a line each."""
+    found = []
+    errors = sorted({node["bind_error"] for node in numa["nodes"] if node["bind_error"] is not None})
+    if errors:
+        found.append(
+            f"memory cannot be bound to NUMA nodes (mbind: {', '.join(errors)}); weights lie where threads of the node"
+            " touch them first, as long as the system leaves those there"
+        )
+    for node in numa["nodes"]:
+        if node["lies_on"] not in (None, node["os_index"]) and node["bind_error"] is None:
+            found.append(
+                f"memory meant for NUMA node {node['os_index']} came to lie on node {node['lies_on']}: it has none"
+                " left, or this process may not use it"
+            )
+    if not numa["threads_bound"]:
+        found.append(
+            "OpenMP's threads are not bound, and may be moved away from the NUMA node whose weights they read: set"
+            " OMP_PROC_BIND=spread OMP_PLACES=cores, or MOESAIC_THREAD_SOURCE=own"
+        )
+    return found
+
+
+def _threads_are_bound() -> bool:
+    from moesaic import _core
+
+    return _core.get_thread_source() == "own" or _core.openmp_threads_are_bound()
 
 
 def _verify(tier: Any) -> bool | None:
@@ -167,6 +199,7 @@ def show(report: dict[str, Any]) -> None:
     rows = [
         ["packages, cores, units", f"{topology['packages']}, {topology['cores']}, {topology['pus']}"],
         ["NUMA nodes", f"{len(topology['nodes'])}: {nodes}"],
+        ["weights", _placement(report["numa"]["nodes"], is_host=topology["is_host"])],
         ["caches", caches or "unknown"],
     ]
     if not topology["is_host"]:
@@ -231,6 +264,20 @@ def _show_ceiling(tables: Tables, ceiling: dict[str, Any]) -> None:
     rows.append(["read", read[-1]["method"], *(f"{row['gbps']:.1f} GB/s" for row in read)])
     threads = f"{all_threads} thread" + ("s" if all_threads != 1 else "")
     tables.table("Ceilings", ["", "with", f"{one} thread", threads], rows)
+
+
+def _placement(nodes: list[dict[str, Any]], *, is_host: bool) -> str:
+    """How a layer's weights are divided."""
+    if len(nodes) == 1:
+        return "whole, for one NUMA node"
+    cores = ", ".join(str(node["cores"]) for node in nodes)
+    if not is_host:
+        how = "in name only"
+    elif any(node["bind_error"] is not None for node in nodes):
+        how = "placed by first touch"
+    else:
+        how = "bound"
+    return f"divided among {len(nodes)} nodes with {cores} cores, {how}"
 
 
 def _mark(value: bool | None) -> str:
