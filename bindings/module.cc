@@ -11,10 +11,12 @@
 #include "bindings/arena.h"
 #include "bindings/bench_bindings.h"
 #include "bindings/evaluator_bindings.h"
+#include "bindings/fused_bindings.h"
 #include "bindings/layer_module.h"
 #include "bindings/profiling_bindings.h"
 #include "bindings/tensor.h"
 #include "bindings/unlocked.h"
+#include "cpu_kernels/fused/linear.h"
 #include "cpu_kernels/isa.h"
 #include "moe/workspace.h"
 #include "threadpool/pool.h"
@@ -93,6 +95,7 @@ void BindMemory(py::module_& module) {
       "trim_memory",
       [] {
         moe::ReleaseWorkspaces();
+        fused::ReleaseScratch();
         return Arena::Default().Trim();
       },
       py::call_guard<Unlocked>());
@@ -113,6 +116,7 @@ PYBIND11_MODULE(_core, module) {
   bindings::BindProfiling(module);
   bindings::BindMemory(module);
   bindings::BindLayer(module);
+  bindings::BindFused(module);
   bindings::RegisterBench(module);
   bindings::RegisterEvaluator(module);
 }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <span>
 
+#include "cpu_kernels/fused/fused_kernels.h"
 #include "cpu_kernels/gemm/tiles.h"
 #include "cpu_kernels/tensor_view.h"
 
@@ -223,6 +224,7 @@ struct KernelTier {
   void (*pack_columns)(const PackColumnsArgs&);
   void (*store_columns)(const StoreColumnsArgs&);
   void (*store_rows)(const StoreRowsArgs&);
+  FusedKernels fused;
 };
 
 /// Makes what this thread wrote past the caches visible before all that it writes next.

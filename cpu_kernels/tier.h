@@ -8,6 +8,9 @@
 #include "cpu_kernels/elementwise/store.h"
 #include "cpu_kernels/elementwise/swiglu.h"
 #include "cpu_kernels/elementwise/transpose_pairs.h"
+#include "cpu_kernels/fused/fp32_gemm.h"
+#include "cpu_kernels/fused/row_epilogue.h"
+#include "cpu_kernels/fused/silu_mul.h"
 #include "cpu_kernels/gemm/tile_gemm.h"
 #include "cpu_kernels/kernels.h"
 
@@ -15,11 +18,24 @@ namespace {
 
 template <class Cell>
 constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
-  return {name,      Cell::kMaxA,      Cell::kMaxB,      Cell::kVectorsIdle,
-          runs_here, DirectGemm<Cell>, UnpackGemm<Cell>, GradientGemm<Cell>,
-          PackRows,  TransposePairs,   SwigluForward,    SwigluBackward,
-          MergeRows, Transpose,        PackColumns,      StoreColumns,
-          StoreRows};
+  return {name,
+          Cell::kMaxA,
+          Cell::kMaxB,
+          Cell::kVectorsIdle,
+          runs_here,
+          DirectGemm<Cell>,
+          UnpackGemm<Cell>,
+          GradientGemm<Cell>,
+          PackRows,
+          TransposePairs,
+          SwigluForward,
+          SwigluBackward,
+          MergeRows,
+          Transpose,
+          PackColumns,
+          StoreColumns,
+          StoreRows,
+          {RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, Fp32Gemm}};
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ import os as _os
 # First, so that the engine's OpenMP is the one that PyTorch brought, and both share one team of threads.
 import torch as _torch  # noqa: F401
 
-from moesaic import perf
+from moesaic import nn, perf
 from moesaic._core import UnsupportedHostError
 from moesaic.autograd import moe_experts
 from moesaic.layer import ExpertsLayer, Grads, Saved
@@ -36,6 +36,7 @@ __all__ = [
     "isa",
     "memory_stats",
     "moe_experts",
+    "nn",
     "perf",
     "profile",
     "set_num_threads",

@@ -113,6 +113,53 @@ class Layer:
     def unpack(self, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> None:
         """Writes the weights back into tensors of the caller's."""
 
+class PackedMatrix:
+    """A weight [N, K], bf16 or fp32, packed once for `fused_linear`."""
+
+    def __init__(self, weight: torch.Tensor) -> None: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def is_bf16(self) -> bool: ...
+    def unpack(self, weight: torch.Tensor) -> None:
+        """Writes it back into a tensor of the caller's."""
+
+def fused_linear(
+    x: torch.Tensor,
+    weight: PackedMatrix | None,
+    transposed: bool = False,
+    bias: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
+    activation: str = "none",
+    residual: torch.Tensor | None = None,
+    norm: str = "none",
+    gamma: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    eps: float = 0.0,
+    save: bool = False,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """norm(activation(x W^T + bias + addend) + residual) of 2-D tensors; x W if `transposed`; norm(x) without a weight.
+
+    Vectors are fp32 and contiguous. With `save` also the activation's input, the norm's result before gamma and beta,
+    and 1 / std [rows, 1], where there is an activation or a norm."""
+
+def norm_backward(
+    norm: str,
+    d_out: torch.Tensor,
+    normalized: torch.Tensor,
+    inverse_std: torch.Tensor,
+    gamma: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the norm's input, gamma and beta, the last two fp32 [1, columns]."""
+
+def activation_backward(activation: str, d_out: torch.Tensor, pre: torch.Tensor) -> torch.Tensor: ...
+def silu_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+def silu_mul_backward(d_out: torch.Tensor, x: torch.Tensor) -> torch.Tensor: ...
 def set_num_threads(n: int) -> None: ...
 def get_num_threads() -> int: ...
 def set_thread_source(source: str) -> None: ...

@@ -1,0 +1,207 @@
+#include "bindings/fused_bindings.h"
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "bindings/tensor.h"
+#include "bindings/unlocked.h"
+#include "cpu_kernels/fused/linear.h"
+#include "threadpool/pool.h"
+
+namespace py = pybind11;
+
+namespace moesaic::bindings {
+namespace {
+
+using fused::PackedMatrix;
+using threadpool::Pool;
+
+constexpr const char* kTypes = "bfloat16 or float32";
+
+Activation ActivationOf(const std::string& name) {
+  if (name == "none") return Activation::kNone;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  throw std::invalid_argument("activation is \"" + name + "\"; expected \"none\", \"gelu\" or \"gelu_tanh\"");
+}
+
+Norm NormOf(const std::string& name) {
+  if (name == "none") return Norm::kNone;
+  if (name == "layernorm") return Norm::kLayerNorm;
+  if (name == "rmsnorm") return Norm::kRmsNorm;
+  throw std::invalid_argument("norm is \"" + name + "\"; expected \"none\", \"layernorm\" or \"rmsnorm\"");
+}
+
+TensorView OptionalView(const py::object& object, const char* name) {
+  return object.is_none() ? TensorView() : ViewOf(object, {name}, kTypes);
+}
+
+/// fp32, contiguous, of `size` values, in any shape; None: null.
+const float* OptionalVector(const py::object& object, const char* name, std::int64_t size) {
+  if (object.is_none()) return nullptr;
+  const TensorView view = ViewOf(object, {name}, "float32");
+  std::int64_t count = 1, stride = 1;
+  bool dense = true;
+  for (int d = view.rank - 1; d >= 0; --d) {
+    const auto dim = static_cast<std::size_t>(d);
+    dense = dense && (view.shape[dim] == 1 || view.stride[dim] == stride);
+    stride *= view.shape[dim];
+    count *= view.shape[dim];
+  }
+  if (view.dtype != DType::kFloat32 || count != size || !dense) {
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(count) + " values; expected " +
+                                std::to_string(size) + ", contiguous float32");
+  }
+  return static_cast<const float*>(view.data);
+}
+
+std::int64_t Columns(const TensorView& x, const PackedMatrix* weight, bool transposed) {
+  if (weight == nullptr) return x.shape[1];
+  return transposed ? weight->columns() : weight->rows();
+}
+
+void CheckRank(const TensorView& view, const char* name) {
+  if (view.rank == 2) return;
+  throw std::invalid_argument(std::string(name) + " has " + std::to_string(view.rank) + " dimensions; expected two");
+}
+
+/// @param save  whether what backward needs is returned too
+py::tuple Linear(const py::object& x, const PackedMatrix* weight, bool transposed, const py::object& bias,
+                 const py::object& addend, const std::string& activation, const py::object& residual, const std::string& norm,
+                 const py::object& gamma, const py::object& beta, float epsilon, bool save, const py::object& out) {
+  fused::LinearArgs args;
+  args.x = ViewOf(x, {"x"}, kTypes);
+  CheckRank(args.x, "x");
+  args.weight = weight;
+  args.transposed = transposed;
+  const std::int64_t rows = args.x.shape[0], columns = Columns(args.x, weight, transposed);
+  args.bias = OptionalVector(bias, "bias", columns);
+  args.addend = OptionalView(addend, "addend");
+  args.activation = ActivationOf(activation);
+  args.residual = OptionalView(residual, "residual");
+  args.norm = NormOf(norm);
+  args.gamma = OptionalVector(gamma, "gamma", columns);
+  args.beta = OptionalVector(beta, "beta", columns);
+  args.epsilon = epsilon;
+  if (weight == nullptr && (args.norm == Norm::kNone || args.residual.defined() || args.addend.defined())) {
+    throw std::invalid_argument("weight is None; expected one, or a norm of x alone");
+  }
+  OutputTensor fresh, pre, normalized, inverse_std;
+  if (out.is_none()) {
+    args.out = (fresh = OutputTensor::Contiguous(args.x.dtype, rows, columns)).view();
+  } else {
+    args.out = ViewOf(out, {"out"}, kTypes);
+  }
+  if (save && args.activation != Activation::kNone) {
+    args.pre = (pre = OutputTensor::Contiguous(args.x.dtype, rows, columns)).view();
+  }
+  if (save && args.norm != Norm::kNone) {
+    args.normalized = (normalized = OutputTensor::Contiguous(args.x.dtype, rows, columns)).view();
+    inverse_std = OutputTensor::Contiguous(DType::kFloat32, rows, 1);
+    args.inverse_std = static_cast<float*>(inverse_std.data());
+  }
+  {
+    const Unlocked unlocked;
+    fused::Linear(args, Pool::Default());
+  }
+  return py::make_tuple(out.is_none() ? fresh.ToTorch() : out, pre.ToTorch(), normalized.ToTorch(), inverse_std.ToTorch());
+}
+
+py::tuple NormBackward(const std::string& norm, const py::object& d_out, const py::object& normalized,
+                       const py::object& inverse_std, const py::object& gamma) {
+  fused::NormGradArgs args;
+  args.norm = NormOf(norm);
+  args.d_out = ViewOf(d_out, {"d_out"}, kTypes);
+  CheckRank(args.d_out, "d_out");
+  args.normalized = ViewOf(normalized, {"normalized"}, kTypes);
+  args.inverse_std = OptionalVector(inverse_std, "inverse_std", args.d_out.shape[0]);
+  args.gamma = OptionalVector(gamma, "gamma", args.d_out.shape[1]);
+  OutputTensor d_in = OutputTensor::Contiguous(args.d_out.dtype, args.d_out.shape[0], args.d_out.shape[1]);
+  OutputTensor d_gamma = OutputTensor::Contiguous(DType::kFloat32, 1, args.d_out.shape[1]);
+  OutputTensor d_beta = OutputTensor::Contiguous(DType::kFloat32, 1, args.d_out.shape[1]);
+  args.d_in = d_in.view();
+  args.d_gamma = static_cast<float*>(d_gamma.data());
+  args.d_beta = static_cast<float*>(d_beta.data());
+  {
+    const Unlocked unlocked;
+    fused::NormGrad(args, Pool::Default());
+  }
+  return py::make_tuple(d_in.ToTorch(), d_gamma.ToTorch(), d_beta.ToTorch());
+}
+
+py::object ActivationBackward(const std::string& activation, const py::object& d_out, const py::object& pre) {
+  const TensorView d_out_view = ViewOf(d_out, {"d_out"}, kTypes), pre_view = ViewOf(pre, {"pre"}, kTypes);
+  CheckRank(d_out_view, "d_out");
+  const Activation kind = ActivationOf(activation);
+  OutputTensor d_pre = OutputTensor::Contiguous(d_out_view.dtype, d_out_view.shape[0], d_out_view.shape[1]);
+  {
+    const Unlocked unlocked;
+    fused::ActivationGrad(kind, d_out_view, pre_view, d_pre.view(), Pool::Default());
+  }
+  return d_pre.ToTorch();
+}
+
+py::object SiluMul(const py::object& x, const py::object& out) {
+  const TensorView view = ViewOf(x, {"x"}, kTypes);
+  CheckRank(view, "x");
+  OutputTensor fresh;
+  TensorView out_view;
+  if (out.is_none()) {
+    out_view = (fresh = OutputTensor::Contiguous(view.dtype, view.shape[0], view.shape[1] / 2)).view();
+  } else {
+    out_view = ViewOf(out, {"out"}, kTypes);
+  }
+  {
+    const Unlocked unlocked;
+    fused::SiluMulRows(view, out_view, Pool::Default());
+  }
+  return out.is_none() ? fresh.ToTorch() : out;
+}
+
+py::object SiluMulBackward(const py::object& d_out, const py::object& x) {
+  const TensorView d_out_view = ViewOf(d_out, {"d_out"}, kTypes), view = ViewOf(x, {"x"}, kTypes);
+  CheckRank(view, "x");
+  OutputTensor d_x = OutputTensor::Contiguous(view.dtype, view.shape[0], view.shape[1]);
+  {
+    const Unlocked unlocked;
+    fused::SiluMulGrad(d_out_view, view, d_x.view(), Pool::Default());
+  }
+  return d_x.ToTorch();
+}
+
+}  // namespace
+
+void BindFused(py::module_& module) {
+  using py::arg;
+  py::class_<PackedMatrix>(module, "PackedMatrix")
+      .def(py::init([](const py::object& weight) {
+             const TensorView view = ViewOf(weight, {"weight"}, kTypes);
+             const Unlocked unlocked;
+             return std::make_unique<PackedMatrix>(view, Pool::Default());
+           }),
+           arg("weight"))
+      .def_property_readonly("rows", &PackedMatrix::rows)
+      .def_property_readonly("columns", &PackedMatrix::columns)
+      .def_property_readonly("bytes", &PackedMatrix::bytes)
+      .def_property_readonly("is_bf16", [](const PackedMatrix& self) { return self.dtype() == DType::kBFloat16; })
+      .def(
+          "unpack",
+          [](const PackedMatrix& self, const py::object& weight) {
+            const TensorView view = ViewOf(weight, {"weight"}, kTypes);
+            const Unlocked unlocked;
+            self.Unpack(view, Pool::Default());
+          },
+          arg("weight"));
+  module.def("fused_linear", &Linear, arg("x"), arg("weight").none(true), arg("transposed") = false, arg("bias") = py::none(),
+             arg("addend") = py::none(), arg("activation") = "none", arg("residual") = py::none(), arg("norm") = "none",
+             arg("gamma") = py::none(), arg("beta") = py::none(), arg("eps") = 0.0f, arg("save") = false,
+             arg("out") = py::none());
+  module.def("norm_backward", &NormBackward, arg("norm"), arg("d_out"), arg("normalized"), arg("inverse_std"), arg("gamma"));
+  module.def("activation_backward", &ActivationBackward, arg("activation"), arg("d_out"), arg("pre"));
+  module.def("silu_mul", &SiluMul, arg("x"), arg("out") = py::none());
+  module.def("silu_mul_backward", &SiluMulBackward, arg("d_out"), arg("x"));
+}
+
+}  // namespace moesaic::bindings

@@ -1,0 +1,179 @@
+"""Fused dense layers as differentiable functions of 2-D tensors. What they save belongs to autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moesaic import _core
+
+__all__ = ["Fusion", "fused_linear", "silu_mul"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """What follows the GEMM: "none", "gelu" or "gelu_tanh"; "none", "layernorm" or "rmsnorm"."""
+
+    activation: str = "none"
+    norm: str = "none"
+    eps: float = 0.0
+
+
+def vector(values: torch.Tensor | None) -> torch.Tensor | None:
+    """`values` as the engine reads them: fp32 and contiguous."""
+    return None if values is None else values.detach().to(torch.float32).contiguous()
+
+
+def _compute(
+    fusion: Fusion,
+    packed: _core.PackedMatrix | None,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    addend: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    save: bool,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    return _core.fused_linear(
+        x,
+        packed,
+        bias=vector(bias),
+        addend=addend,
+        activation=fusion.activation,
+        residual=residual,
+        norm=fusion.norm,
+        gamma=vector(gamma),
+        beta=vector(beta),
+        eps=fusion.eps,
+        save=save,
+        out=out,
+    )
+
+
+class _FusedLinear(torch.autograd.Function):
+    """Saves x where the weight trains, the activation's input, and the norm's result before gamma with 1 / std: it has
+    values around 1, so that rounding it to bf16 costs the same whatever the mean was."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fusion: Fusion,
+        packed: _core.PackedMatrix | None,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        addend: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        gamma: torch.Tensor | None,
+        beta: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out, pre, normalized, inverse_std = _compute(fusion, packed, x, bias, addend, residual, gamma, beta, True)
+        trains = weight is not None and weight.requires_grad
+        ctx.save_for_backward(x if trains else None, pre, normalized, inverse_std, gamma)
+        ctx.fusion = fusion
+        ctx.packed = packed
+        ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias, gamma, beta)]
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if d_out is None:
+            return (None,) * 9
+        x, pre, normalized, inverse_std, gamma = saved = ctx.saved_tensors
+        fusion: Fusion = ctx.fusion
+        weight_type, bias_type, gamma_type, beta_type = ctx.dtypes
+        needs_x, needs_weight, needs_bias, needs_addend, needs_residual, needs_gamma, needs_beta = ctx.needs_input_grad[
+            2:
+        ]
+        d_x = d_weight = d_bias = d_gamma = d_beta = None
+        d = d_out.contiguous()
+        if fusion.norm != "none":
+            d, d_gamma, d_beta = _core.norm_backward(fusion.norm, d, normalized, inverse_std, vector(gamma))
+            d_gamma = d_gamma.view(-1).to(gamma_type) if needs_gamma else None
+            d_beta = d_beta.view(-1).to(beta_type) if needs_beta else None
+        d_residual = d if needs_residual else None
+        if ctx.packed is None:
+            d_x = d
+        elif needs_x or needs_weight or needs_bias or needs_addend:
+            if fusion.activation != "none":
+                d = _core.activation_backward(fusion.activation, d, pre)
+            if needs_x:
+                d_x, *_ = _core.fused_linear(d, ctx.packed, transposed=True)
+            if needs_weight:
+                d_weight = torch.mm(d.t(), x).to(weight_type)
+            if needs_bias:
+                d_bias = d.sum(0, dtype=torch.float32).to(bias_type)
+        grads = (None, None, d_x, d_weight, d_bias, d if needs_addend else None, d_residual, d_gamma, d_beta)
+        return _once(grads, (d_out, *saved))
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return _core.silu_mul(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return _once((_core.silu_mul_backward(d_out.contiguous(), x),), (d_out, x))
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Gives gradients on as functions of what they depend on, whose own derivative is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *grads_and_inputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return grads_and_inputs[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *d_grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        raise RuntimeError("moesaic.nn.functional can be differentiated only once; its gradients have no derivative")
+
+
+def _once(
+    grads: tuple[torch.Tensor | None, ...], inputs: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    if not torch.is_grad_enabled():  # create_graph=False
+        return grads
+    return _NoSecondDerivative.apply(len(grads), *grads, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def fused_linear(
+    fusion: Fusion,
+    packed: _core.PackedMatrix | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    addend: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``norm(activation(x W^T + bias + addend) + residual)``, or ``norm(x)`` without `packed`.
+
+    Args:
+        packed: W; `weight` is the tensor it was packed from where that requires a gradient.
+        out: where the result goes; only where nothing requires a gradient.
+    """
+    tensors = (x, weight, bias, addend, residual, gamma, beta)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        result: torch.Tensor = _FusedLinear.apply(  # type: ignore[no-untyped-call]
+            fusion, packed, x, weight, bias, addend, residual, gamma, beta
+        )
+        return result
+    return _compute(fusion, packed, x, bias, addend, residual, gamma, beta, False, out)[0]
+
+
+def silu_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``silu(x[:, :I]) * x[:, I:]``; `out` as in `fused_linear`."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        result: torch.Tensor = _SiluMul.apply(x)  # type: ignore[no-untyped-call]
+        return result
+    return _core.silu_mul(x, out)

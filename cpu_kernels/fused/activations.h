@@ -1,0 +1,87 @@
+// GELU and SiLU on sixteen floats. `T` is what the result is stored as: fp32 takes divisions in full precision, bf16 the faster
+// sigmoid of simd.h, whose error is a small part of the rounding's.
+#pragma once
+
+#include "cpu_kernels/fused/fused_kernels.h"
+#include "cpu_kernels/simd.h"
+
+namespace {
+
+using namespace moesaic;
+
+/// x kept in [-bound, bound]; NaN passes through.
+MOESAIC_INLINE F32x16 Clamp(F32x16 x, float bound) {
+#if defined(__AVX512F__)
+  const __m512 below = _mm512_min_ps(_mm512_set1_ps(bound), (__m512)x);  // the second operand where one is NaN
+  return (F32x16)_mm512_max_ps(_mm512_set1_ps(-bound), below);
+#else
+  // In vectors of the machine's own width: of longer ones GCC compares the elements one by one.
+  float values[16];
+  std::memcpy(values, &x, sizeof(values));
+  for (int i = 0; i < 16; i += kNativeLanes) {
+    NativeF32 v;
+    std::memcpy(&v, values + i, sizeof(v));
+    const NativeF32 high = NativeF32{} + bound;
+    v = v > high ? high : v;
+    v = v < -high ? -high : v;
+    std::memcpy(values + i, &v, sizeof(v));
+  }
+  return LoadF32(values);
+#endif
+}
+
+/// erf(x / sqrt(2)) within 3.2e-7, and exactly 1 from 5.2 on: x times a polynomial of degree 14 in u = 2 (x / 5.2)^2 - 1,
+/// fitted to least maximal error (Lawson's iteration on Chebyshev nodes) to erf + 2e-7 (x / 5.2)^12, which the last clamp takes
+/// off. In u its coefficients are small: the sum loses nothing.
+MOESAIC_INLINE F32x16 ErfOfRoot2(F32x16 x) {
+  const F32x16 z = Clamp(x, 5.2f);
+  const F32x16 u = z * z * 7.396449704e-2f - 1.0f;
+  F32x16 p = Broadcast(4.047830007e-04f);
+  p = p * u - 1.124582137e-03f;
+  p = p * u + 1.201508450e-03f;
+  p = p * u - 1.957027242e-03f;
+  p = p * u + 5.324899219e-03f;
+  p = p * u - 1.013474073e-02f;
+  p = p * u + 1.602016948e-02f;
+  p = p * u - 2.470671572e-02f;
+  p = p * u + 3.626784682e-02f;
+  p = p * u - 4.952689633e-02f;
+  p = p * u + 6.392465532e-02f;
+  p = p * u - 7.985078543e-02f;
+  p = p * u + 1.000522301e-01f;
+  p = p * u - 1.354876012e-01f;
+  p = p * u + 2.718999684e-01f;
+  return Clamp(z * p, 1.0f);
+}
+
+template <typename T>
+MOESAIC_INLINE F32x16 SigmoidFor(F32x16 x) {
+  if constexpr (sizeof(T) == sizeof(float)) return 1.0f / (1.0f + Exp(-x));
+  return Sigmoid(x);
+}
+
+/// 2 sqrt(2 / pi) (x + 0.044715 x^3): x / 2 (1 + tanh(y / 2)) = x sigma(y).
+MOESAIC_INLINE F32x16 TanhArgument(F32x16 x) { return x * (x * x * 0.0713548162726f + 1.5957691216057f); }
+
+template <typename T, Activation kActivation>
+MOESAIC_INLINE F32x16 Activate(F32x16 x) {
+  if constexpr (kActivation == Activation::kGelu) return x * 0.5f * (1.0f + ErfOfRoot2(x));
+  if constexpr (kActivation == Activation::kGeluTanh) return x * SigmoidFor<T>(TanhArgument(x));
+  return x;
+}
+
+/// The derivative of the activation.
+template <typename T, Activation kActivation>
+MOESAIC_INLINE F32x16 ActivateGrad(F32x16 x) {
+  if constexpr (kActivation == Activation::kGelu) {
+    // Beyond 13 the density is below 1e-37, and x^2 must not overflow.
+    const F32x16 z = Clamp(x, 13.0f);
+    return 0.5f + 0.5f * ErfOfRoot2(x) + z * 0.398942280401f * Exp(z * z * -0.5f);
+  }
+  // Beyond 13 the sigmoid is 0 or 1, and x^3 must not overflow.
+  const F32x16 z = Clamp(x, 13.0f);
+  const F32x16 s = SigmoidFor<T>(TanhArgument(z));
+  return s + z * s * (1.0f - s) * (z * z * 0.2140644488178f + 1.5957691216057f);
+}
+
+}  // namespace

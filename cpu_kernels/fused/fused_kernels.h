@@ -1,0 +1,139 @@
+// What each instruction-set tier brings for fused dense layers: rows after a GEMM, their backward, SiLU * mul, and an fp32
+// GEMM.
+//
+// Rows are bf16 or fp32 in memory and fp32 in between; each has one order of summation, whatever block it is computed in. NaN
+// passes through. No function here throws or takes a lock; all may run on any number of threads at once.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu_kernels/tensor_view.h"
+
+namespace moesaic {
+
+enum class Activation : std::int8_t {
+  kNone,
+  kGelu,      ///< x / 2 (1 + erf(x / sqrt(2))), within 2e-7 of it, relative to |x|
+  kGeluTanh,  ///< x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
+};
+
+enum class Norm : std::int8_t {
+  kNone,
+  kLayerNorm,  ///< (v - mean(v)) / sqrt(var(v) + eps) * gamma + beta
+  kRmsNorm,    ///< v / sqrt(mean(v^2) + eps) * gamma
+};
+
+/// For each row:  pre = sums + bias + addend    v = activation(pre) + residual    out = norm(v)
+struct RowEpilogueArgs {
+  DType dtype = DType::kBFloat16;  ///< of addend, residual, out, pre and normalized: bf16 or fp32
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  const float* sums = nullptr;  ///< [rows][ld], of a GEMM; null: v = residual
+  std::int64_t ld = 0;
+  const float* bias = nullptr;   ///< [columns]; with sums never null
+  const void* addend = nullptr;  ///< [rows][addend_stride], or null
+  std::int64_t addend_stride = 0;
+  Activation activation = Activation::kNone;
+  const void* residual = nullptr;  ///< [rows][residual_stride], or null
+  std::int64_t residual_stride = 0;
+  Norm norm = Norm::kNone;
+  const float* gamma = nullptr;  ///< [columns]; with a norm never null
+  const float* beta = nullptr;   ///< [columns]; with a layer norm never null
+  float epsilon = 0;
+  float* row = nullptr;  ///< scratch, [columns]; with a norm never null
+  void* out = nullptr;   ///< [rows][out_stride]; may be `residual`
+  std::int64_t out_stride = 0;
+  bool stream = false;  ///< out is written past the caches: FinishStores() comes before another thread may read it
+  void* pre = nullptr;  ///< [rows][pre_stride], or null: what the activation's backward needs
+  std::int64_t pre_stride = 0;
+  void* normalized = nullptr;    ///< [rows][columns], or null: out without gamma and beta
+  float* inverse_std = nullptr;  ///< [rows], with normalized
+};
+
+/// For each row, with n = normalized, s = inverse_std, g = d_out * gamma:
+///   d_in = s (g - mean(g) - n mean(g n))    without mean(g) for the RMS norm
+///   d_gamma += d_out * n    d_beta += d_out
+struct NormBackwardArgs {
+  DType dtype = DType::kBFloat16;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  Norm norm = Norm::kLayerNorm;
+  const void* d_out = nullptr;  ///< [rows][columns], as all below
+  const void* normalized = nullptr;
+  const float* inverse_std = nullptr;  ///< [rows]
+  const float* gamma = nullptr;        ///< [columns]
+  void* d_in = nullptr;
+  float* d_gamma = nullptr;  ///< [columns]
+  float* d_beta = nullptr;   ///< [columns]
+};
+
+/// d_pre = d_out * activation'(pre), `count` values side by side. d_pre may be d_out.
+struct ActivationBackwardArgs {
+  DType dtype = DType::kBFloat16;
+  Activation activation = Activation::kGelu;
+  std::int64_t count = 0;
+  const void* d_out = nullptr;
+  const void* pre = nullptr;
+  void* d_pre = nullptr;
+};
+
+/// out = silu(gate) * up, rows of `columns`. out may be gate or up.
+struct SiluMulArgs {
+  DType dtype = DType::kBFloat16;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  const void* gate = nullptr;  ///< [rows][in_stride]
+  const void* up = nullptr;    ///< [rows][in_stride]
+  std::int64_t in_stride = 0;
+  void* out = nullptr;  ///< [rows][out_stride]
+  std::int64_t out_stride = 0;
+  bool stream = false;  ///< as in RowEpilogueArgs
+};
+
+/// d_gate = d_out * up * s (1 + gate (1 - s))    d_up = d_out * gate * s    with s = sigma(gate)
+struct SiluMulBackwardArgs {
+  DType dtype = DType::kBFloat16;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  const void* d_out = nullptr;  ///< [rows][out_stride]
+  std::int64_t out_stride = 0;
+  const void* gate = nullptr;  ///< [rows][in_stride]
+  const void* up = nullptr;
+  std::int64_t in_stride = 0;
+  void* d_gate = nullptr;  ///< [rows][d_in_stride]
+  void* d_up = nullptr;
+  std::int64_t d_in_stride = 0;
+};
+
+/// The fp32 GEMM over weights W [N, K], packed in panels of 16 rows of W:  panels[n / 16][k][n % 16] = W[n][k], zeros beyond N
+/// and up to a multiple of 16 in K.
+///   forward     C[t][n] = sum over k: A[t][k] W[n][k]
+///   transposed  C[t][k] = sum over n: A[t][n] W[n][k]
+/// Sums in parts of 128 products each, which are then added up: for long contractions a third of the rounding error of one sum.
+struct Fp32GemmArgs {
+  const float* a = nullptr;  ///< [rows][lda]
+  std::int64_t lda = 0;
+  std::int64_t rows = 0;
+  const float* panels = nullptr;  ///< 64-byte aligned
+  std::int64_t n = 0;             ///< N
+  std::int64_t k = 0;             ///< K
+  bool transposed = false;
+  std::int64_t first = 0;    ///< the panel of 16 columns of C to begin with
+  std::int64_t count = 0;    ///< panels of C
+  float* c = nullptr;        ///< [rows][ldc], 64-byte aligned; column 16 first comes to c[0]; whole panels are written
+  std::int64_t ldc = 0;      ///< elements, a multiple of 16
+  float* scratch = nullptr;  ///< kFp32GemmScratch floats, 64-byte aligned
+};
+
+inline constexpr std::int64_t kFp32GemmScratch = 3 * 16 * 128;
+
+struct FusedKernels {
+  void (*row_epilogue)(const RowEpilogueArgs&);
+  void (*norm_backward)(const NormBackwardArgs&);
+  void (*activation_backward)(const ActivationBackwardArgs&);
+  void (*silu_mul)(const SiluMulArgs&);
+  void (*silu_mul_backward)(const SiluMulBackwardArgs&);
+  void (*fp32_gemm)(const Fp32GemmArgs&);
+};
+
+}  // namespace moesaic

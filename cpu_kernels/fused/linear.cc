@@ -1,0 +1,506 @@
+#include "cpu_kernels/fused/linear.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu_kernels/fused/ranges.h"
+#include "cpu_kernels/kernels.h"
+#include "cpu_kernels/tile_evaluator.h"
+
+namespace moesaic::fused {
+namespace {
+
+using threadpool::Pool;
+
+/// What the last call left, for the next one to use again; a call that finds none makes its own.
+std::atomic<AlignedBuffer*> g_scratch{nullptr};
+
+class Scratch {
+ public:
+  explicit Scratch(std::int64_t bytes) : buffer_(g_scratch.exchange(nullptr)) {
+    if (buffer_ == nullptr) buffer_ = std::make_unique<AlignedBuffer>();
+    buffer_->Ensure(bytes);
+  }
+  ~Scratch() { delete g_scratch.exchange(buffer_.release()); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  char* data() const { return static_cast<char*>(buffer_->data()); }
+
+ private:
+  std::unique_ptr<AlignedBuffer> buffer_;
+};
+
+/// Columns of sums that a task without a norm computes before it goes over them.
+constexpr std::int64_t kChunkColumns = 512;
+/// Columns of a transposed product at a time.
+constexpr std::int64_t kDirectColumns = 128;
+
+/// How the rows and columns of a result are divided into tasks. Changes no bit.
+struct Plan {
+  std::int64_t block_rows;     ///< a multiple of 32, where there is a product
+  std::int64_t blocks;         ///< of rows
+  std::int64_t split_columns;  ///< a multiple of 32
+  std::int64_t splits;         ///< of columns
+};
+
+/// The sizes of a product: T rows, `columns` of the result, `depth` of the contraction.
+struct Shape {
+  std::int64_t rows;
+  std::int64_t columns;
+  std::int64_t depth;
+};
+
+/// Rows that a task takes of work that memory limits: some 256 KB.
+std::int64_t RowsPerTask(std::int64_t row_bytes) {
+  return std::max<std::int64_t>(1, (256 << 10) / std::max<std::int64_t>(1, row_bytes));
+}
+
+/// Of a norm alone: whole rows.
+Plan MakeNormPlan(const Shape& shape, std::int64_t row_bytes) {
+  const std::int64_t rows = RowsPerTask(row_bytes);
+  return {rows, CeilDiv(shape.rows, rows), shape.columns, 1};
+}
+
+Plan MakePlan(const Shape& shape, bool is_bf16, bool whole_rows, int threads) {
+  const std::int64_t columns = RoundUp(shape.columns, 32), depth = RoundUp(shape.depth, 32);
+  const std::int64_t row_bytes = (is_bf16 ? 2 : 4) * depth + 4 * (whole_rows ? columns : std::min(columns, kChunkColumns));
+  // Beside the rows: two tile columns of weights, unpacked.
+  const std::int64_t fixed = is_bf16 ? 128 * depth : 64 << 10;
+  const std::int64_t budget = std::max<std::int64_t>(HostCaches().l2 / 8 * 7 - fixed, 0);
+  const std::int64_t most = std::clamp<std::int64_t>(budget / row_bytes / 32 * 32, 64, 256);
+  Plan plan{};
+  plan.blocks = CeilDiv(shape.rows, most);
+  if (plan.blocks >= threads) {
+    // As many blocks as threads, or twice or three times as many: none waits for another's last one.
+    plan.blocks = RoundUp(plan.blocks, threads);
+    plan.block_rows = RoundUp(CeilDiv(shape.rows, plan.blocks), 32);
+  } else {
+    // Below 128 rows too little is computed with what is read of the weights.
+    plan.block_rows = std::min(most, std::max<std::int64_t>(128, RoundUp(CeilDiv(shape.rows, threads), 32)));
+  }
+  plan.block_rows = std::min(plan.block_rows, RoundUp(shape.rows, 32));
+  plan.blocks = CeilDiv(shape.rows, plan.block_rows);
+  plan.splits = plan.blocks >= threads ? 1 : std::min(CeilDiv(2 * threads, plan.blocks), CeilDiv(columns, 64));
+  plan.split_columns = RoundUp(CeilDiv(columns, plan.splits), 32);
+  plan.splits = CeilDiv(columns, plan.split_columns);
+  return plan;
+}
+
+template <typename T>
+T* RowAt(const TensorView& view, std::int64_t row) {
+  return static_cast<T*>(view.data) + row * view.stride[0];
+}
+
+void* At(const TensorView& view, std::int64_t row, std::int64_t column) {
+  if (!view.defined()) return nullptr;
+  return static_cast<char*>(view.data) + (row * view.stride[0] + column) * SizeOf(view.dtype);
+}
+
+/// Whether what is read and written does not fit the cores' own caches by far, so that writing past them saves reading. The
+/// last level does not count: on a rented host most of it is others'.
+bool BeyondCaches(std::int64_t bytes, const Pool& pool) { return bytes > 2 * HostCaches().l2 * pool.num_threads(); }
+
+/// One call of Linear(): the memory and the steps of its tasks.
+class LinearRun {
+ public:
+  LinearRun(const LinearArgs& args, Pool& pool)
+      : args_(args),
+        pool_(pool),
+        shape_{args.out.shape[0], args.out.shape[1], args.x.shape[1]},
+        is_bf16_(args.x.dtype == DType::kBFloat16),
+        has_norm_(args.norm != Norm::kNone),
+        plan_(args.weight == nullptr ? MakeNormPlan(shape_, 2 * shape_.columns * SizeOf(args.x.dtype))
+                                     : MakePlan(shape_, is_bf16_, has_norm_, pool.num_threads())),
+        // A line beyond a multiple of 4 KB: rows of sums must not share cache sets.
+        ld_(RoundUp(has_norm_ ? shape_.columns : std::min(shape_.columns, kChunkColumns), 32) + 16),
+        ones_(args.gamma == nullptr && has_norm_ ? shape_.columns : 0, 1.0f),
+        zeros_(shape_.columns, 0.0f),
+        stream_(args.out.data != args.x.data &&
+                BeyondCaches(shape_.rows * (shape_.columns + shape_.depth) * SizeOf(args.x.dtype), pool)) {}
+
+  void Run() {
+    Carver one;
+    Take(one);
+    worker_bytes_ = one.used();
+    const bool apart = has_norm_ && plan_.splits > 1;  // the norm waits for all columns
+    const std::int64_t sums_bytes = apart ? RoundUp(shape_.rows, 32) * ld_ * 4 : 0;
+    const Scratch scratch(pool_.num_threads() * worker_bytes_ + sums_bytes);
+    base_ = scratch.data();
+    auto* const sums = reinterpret_cast<float*>(base_ + pool_.num_threads() * worker_bytes_);
+    pool_.ParallelFor(plan_.blocks * plan_.splits, [&](std::int64_t i, int worker) {
+      const std::int64_t row = i / plan_.splits * plan_.block_rows, column = i % plan_.splits * plan_.split_columns;
+      Block(row, column, worker, apart ? sums : nullptr);
+    });
+    if (!apart) return;
+    pool_.ParallelFor(CeilDiv(shape_.rows, kRowsApart), [&](std::int64_t i, int worker) {
+      const std::int64_t row = i * kRowsApart;
+      Epilogue(row, std::min(kRowsApart, shape_.rows - row), 0, shape_.columns, sums + row * ld_, MemoryOf(worker));
+    });
+  }
+
+ private:
+  static constexpr std::int64_t kRowsApart = 4;
+
+  /// Of one worker.
+  struct Memory {
+    TileMatrix input;        ///< bf16: a block of x
+    BFloat16* unpacked;      ///< bf16: scratch of the unpack form
+    float* transposed_sums;  ///< bf16 transposed: [kDirectColumns][block_rows]
+    float* fp32;             ///< fp32: scratch of the GEMM
+    float* sums;             ///< [block_rows][ld_]
+    float* row;              ///< [columns]
+  };
+
+  Memory Take(Carver& carver) const {
+    Memory memory{};
+    if (is_bf16_ && args_.weight != nullptr) {
+      const TileMatrix shape = TileMatrix::Activations(nullptr, plan_.block_rows, shape_.depth);
+      memory.input = shape;
+      memory.input.data = carver.Take<BFloat16>(shape.size());
+      if (args_.transposed) {
+        memory.transposed_sums = carver.Take<float>(kDirectColumns * plan_.block_rows);
+      } else {
+        const GemmSegment segment{args_.weight->tiles(), {}};
+        memory.unpacked = carver.Take<BFloat16>(UnpackScratchElements({&segment, 1}));
+      }
+    } else {
+      memory.fp32 = carver.Take<float>(kFp32GemmScratch);
+    }
+    memory.sums = carver.Take<float>(args_.weight != nullptr ? plan_.block_rows * ld_ : 0);
+    memory.row = carver.Take<float>(RoundUp(shape_.columns, 16));
+    return memory;
+  }
+  Memory MemoryOf(int worker) const {
+    Carver carver(base_ + worker * worker_bytes_);
+    return Take(carver);
+  }
+
+  /// @param all_sums  where the sums of all rows go, for an epilogue of its own; null: the block is finished here
+  void Block(std::int64_t row, std::int64_t column, int worker, float* all_sums) {
+    Memory memory = MemoryOf(worker);
+    const std::int64_t rows = std::min(plan_.block_rows, shape_.rows - row);
+    const std::int64_t end = std::min(column + plan_.split_columns, shape_.columns);
+    if (args_.weight == nullptr) return Epilogue(row, rows, column, end, nullptr, memory);
+    if (is_bf16_) PackInput(row, rows, memory);
+    if (all_sums != nullptr) return Product(row, rows, column, end, all_sums + row * ld_ + column, memory);
+    const std::int64_t step = has_norm_ ? end - column : kChunkColumns;
+    for (std::int64_t from = column; from < end; from += step) {
+      const std::int64_t to = std::min(from + step, end);
+      Product(row, rows, from, to, memory.sums, memory);
+      Epilogue(row, rows, from, to, memory.sums, memory);
+    }
+  }
+
+  void PackInput(std::int64_t row, std::int64_t rows, Memory& memory) const {
+    const FusedRange range(FusedStage::kPack, 0.0, 4.0 * static_cast<double>(rows * shape_.depth));
+    memory.input.panels = CeilDiv(rows, kPanelRows);
+    const void* pointers[256];
+    for (std::int64_t i = 0; i < rows; ++i) pointers[i] = RowAt<BFloat16>(args_.x, row + i);
+    PackRowsArgs pack;
+    pack.rows = pointers;
+    pack.dtype = DType::kBFloat16;
+    pack.count = rows;
+    pack.columns = shape_.depth;
+    (args_.transposed ? pack.pairs : pack.operand) = memory.input;
+    pack.panels = memory.input.panels;
+    pack.tile_columns = memory.input.columns;
+    kernels_.pack_rows(pack);
+  }
+
+  /// sums[t][c - from] for rows [row, row + rows) and columns [from, to), rows of ld_.
+  void Product(std::int64_t row, std::int64_t rows, std::int64_t from, std::int64_t to, float* sums, Memory& memory) const {
+    const FusedRange range(args_.transposed ? FusedStage::kBackwardGemm : FusedStage::kGemm,
+                           2.0 * static_cast<double>(rows * (to - from) * shape_.depth), 0.0);
+    if (!is_bf16_) {
+      Fp32GemmArgs gemm;
+      gemm.a = RowAt<float>(args_.x, row);
+      gemm.lda = args_.x.stride[0];
+      gemm.rows = rows;
+      gemm.panels = args_.weight->panels();
+      gemm.n = args_.weight->rows();
+      gemm.k = args_.weight->columns();
+      gemm.transposed = args_.transposed;
+      gemm.first = from / 16;
+      gemm.count = CeilDiv(to - from, 16);
+      gemm.c = sums;
+      gemm.ldc = ld_;
+      gemm.scratch = memory.fp32;
+      return kernels_.fused.fp32_gemm(gemm);
+    }
+    const GemmSegment segment{args_.weight->tiles(), memory.input};
+    if (args_.transposed) return TransposedProduct(segment, from, to, sums, memory.transposed_sums);
+    UnpackGemmArgs gemm;
+    gemm.segments = {&segment, 1};
+    gemm.panels = memory.input.panels;
+    gemm.first_column = from / kTileColumns;
+    gemm.columns = CeilDiv(to - from, kTileColumns);
+    gemm.c = sums;
+    gemm.ldc = ld_;
+    gemm.scratch = memory.unpacked;
+    kernels_.unpack_gemm(gemm);
+  }
+
+  /// The direct form, whose result comes out transposed, some columns at a time.
+  void TransposedProduct(const GemmSegment& segment, std::int64_t from, std::int64_t to, float* sums, float* transposed) const {
+    for (std::int64_t column = from; column < to; column += kDirectColumns) {
+      DirectGemmArgs gemm;
+      gemm.segments = {&segment, 1};
+      gemm.first_panel = column / kPanelRows;
+      gemm.panels = std::min(CeilDiv(to, kPanelRows) - gemm.first_panel, kDirectColumns / kPanelRows);
+      gemm.activation_panels = segment.activations.panels;
+      gemm.c = transposed;
+      gemm.ldc = plan_.block_rows;
+      kernels_.direct_gemm(gemm);
+      for (std::int64_t t = 0; t < segment.activations.panels; ++t) {
+        for (std::int64_t p = 0; p < gemm.panels; ++p) {
+          const float* rows[16];
+          for (std::int64_t i = 0; i < 16; ++i) rows[i] = transposed + (16 * p + i) * gemm.ldc + 16 * t;
+          kernels_.transpose(rows, sums + 16 * t * ld_ + (column - from) + 16 * p, ld_);
+        }
+      }
+    }
+  }
+
+  /// Everything after the GEMM, for rows [row, row + rows) and columns [from, to).
+  void Epilogue(std::int64_t row, std::int64_t rows, std::int64_t from, std::int64_t to, const float* sums,
+                const Memory& memory) const {
+    const FusedRange range(has_norm_ ? FusedStage::kNorm : FusedStage::kEpilogue, 0.0,
+                           static_cast<double>(rows * (to - from) * SizeOf(args_.x.dtype)));
+    RowEpilogueArgs epilogue;
+    epilogue.dtype = args_.x.dtype;
+    epilogue.rows = rows;
+    epilogue.columns = to - from;
+    epilogue.sums = sums;
+    epilogue.ld = ld_;
+    epilogue.bias = (args_.bias != nullptr ? args_.bias : zeros_.data()) + from;
+    epilogue.addend = At(args_.addend, row, from);
+    epilogue.addend_stride = args_.addend.stride[0];
+    epilogue.activation = args_.activation;
+    const TensorView& residual = args_.weight == nullptr ? args_.x : args_.residual;
+    epilogue.residual = At(residual, row, from);
+    epilogue.residual_stride = residual.stride[0];
+    epilogue.norm = args_.norm;
+    epilogue.gamma = args_.gamma != nullptr ? args_.gamma : ones_.data();
+    epilogue.beta = args_.beta != nullptr ? args_.beta : zeros_.data();
+    epilogue.epsilon = args_.epsilon;
+    epilogue.row = memory.row;
+    epilogue.out = At(args_.out, row, from);
+    epilogue.out_stride = args_.out.stride[0];
+    epilogue.stream = stream_;
+    epilogue.pre = At(args_.pre, row, from);
+    epilogue.pre_stride = args_.pre.stride[0];
+    epilogue.normalized = At(args_.normalized, row, from);
+    epilogue.inverse_std = args_.inverse_std != nullptr ? args_.inverse_std + row : nullptr;
+    kernels_.fused.row_epilogue(epilogue);
+    if (stream_) FinishStores();
+  }
+
+  const LinearArgs& args_;
+  Pool& pool_;
+  const Shape shape_;
+  const bool is_bf16_;
+  const bool has_norm_;
+  const Plan plan_;
+  const std::int64_t ld_;
+  const std::vector<float> ones_, zeros_;
+  const bool stream_;
+  const KernelTier& kernels_ = ChosenKernels();
+  std::int64_t worker_bytes_ = 0;
+  char* base_ = nullptr;
+};
+
+std::string ShapeText(const TensorView& view) {
+  return "[" + std::to_string(view.shape[0]) + ", " + std::to_string(view.shape[1]) + "]";
+}
+
+const char* NameOf(DType dtype) { return dtype == DType::kFloat32 ? "float32" : "bfloat16"; }
+
+/// [rows, columns] of `dtype` with contiguous columns.
+void Check(const TensorView& view, const char* name, std::int64_t rows, std::int64_t columns, DType dtype) {
+  if (view.rank != 2 || view.shape[0] != rows || view.shape[1] != columns) {
+    const std::string came = view.rank == 2 ? ShapeText(view) : std::to_string(view.rank) + " dimensions";
+    throw std::invalid_argument(std::string(name) + " has shape " + came + "; expected [" + std::to_string(rows) + ", " +
+                                std::to_string(columns) + "]");
+  }
+  if (view.dtype != dtype) {
+    throw std::invalid_argument(std::string(name) + " is not " + NameOf(dtype) + "; expected the type of x");
+  }
+  if (columns > 1 && view.stride[1] != 1) {
+    throw std::invalid_argument(std::string(name) + " has gaps between its columns; expected contiguous rows");
+  }
+}
+
+void CheckActivationType(const TensorView& x, const char* name) {
+  if (x.rank != 2) {
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(x.rank) + " dimensions; expected two");
+  }
+  if (x.dtype != DType::kBFloat16 && x.dtype != DType::kFloat32) {
+    throw std::invalid_argument(std::string(name) + " is neither bfloat16 nor float32; expected one of these");
+  }
+}
+
+void Validate(const LinearArgs& args) {
+  CheckActivationType(args.x, "x");
+  std::int64_t columns = args.x.shape[1];
+  if (args.weight != nullptr) {
+    const PackedMatrix& weight = *args.weight;
+    const std::int64_t depth = args.transposed ? weight.rows() : weight.columns();
+    columns = args.transposed ? weight.columns() : weight.rows();
+    if (args.x.shape[1] != depth) {
+      throw std::invalid_argument("x has " + std::to_string(args.x.shape[1]) + " columns; expected " + std::to_string(depth) +
+                                  ", as w was packed from [" + std::to_string(weight.rows()) + ", " +
+                                  std::to_string(weight.columns()) + "]");
+    }
+    if (args.x.dtype != weight.dtype()) {
+      throw std::invalid_argument(std::string("x is ") + NameOf(args.x.dtype) + "; expected " + NameOf(weight.dtype()) +
+                                  ", as w was packed");
+    }
+  }
+  const std::int64_t rows = args.x.shape[0];
+  Check(args.x, "x", rows, args.x.shape[1], args.x.dtype);
+  Check(args.out, "out", rows, columns, args.x.dtype);
+  if (args.addend.defined()) Check(args.addend, "addend", rows, columns, args.x.dtype);
+  if (args.residual.defined()) Check(args.residual, "residual", rows, columns, args.x.dtype);
+  if (args.pre.defined()) Check(args.pre, "pre", rows, columns, args.x.dtype);
+  if (args.normalized.defined()) Check(args.normalized, "normalized", rows, columns, args.x.dtype);
+  if (!(args.epsilon >= 0.0f)) {
+    throw std::invalid_argument("eps is " + std::to_string(args.epsilon) + "; expected 0 or more");
+  }
+}
+
+}  // namespace
+
+void Linear(const LinearArgs& args, Pool& pool) {
+  Validate(args);
+  if (args.out.shape[0] == 0 || args.out.shape[1] == 0) return;
+  LinearRun(args, pool).Run();
+}
+
+void NormGrad(const NormGradArgs& args, Pool& pool) {
+  constexpr std::int64_t kRows = 64;
+  CheckActivationType(args.d_out, "d_out");
+  const std::int64_t rows = args.d_out.shape[0], columns = args.d_out.shape[1], blocks = CeilDiv(rows, kRows);
+  Check(args.normalized, "normalized", rows, columns, args.d_out.dtype);
+  Check(args.d_in, "d_in", rows, columns, args.d_out.dtype);
+  const KernelTier& kernels = ChosenKernels();
+  const std::vector<float> ones(args.gamma == nullptr ? columns : 0, 1.0f);
+  const std::int64_t ld = RoundUp(columns, 16);
+  const Scratch scratch(2 * blocks * ld * static_cast<std::int64_t>(sizeof(float)));
+  auto* const sums = reinterpret_cast<float*>(scratch.data());
+  pool.ParallelFor(blocks, [&](std::int64_t block, int) {
+    const std::int64_t row = block * kRows;
+    NormBackwardArgs part;
+    part.dtype = args.d_out.dtype;
+    part.rows = std::min(kRows, rows - row);
+    part.columns = columns;
+    part.norm = args.norm;
+    part.d_out = At(args.d_out, row, 0);
+    part.normalized = At(args.normalized, row, 0);
+    part.inverse_std = args.inverse_std + row;
+    part.gamma = args.gamma != nullptr ? args.gamma : ones.data();
+    part.d_in = At(args.d_in, row, 0);
+    part.d_gamma = sums + 2 * block * ld;
+    part.d_beta = part.d_gamma + ld;
+    std::memset(part.d_gamma, 0, static_cast<std::size_t>(2 * ld) * sizeof(float));
+    const FusedRange range(FusedStage::kBackwardNorm, 0.0, 3.0 * static_cast<double>(part.rows * columns * SizeOf(part.dtype)));
+    kernels.fused.norm_backward(part);
+  });
+  constexpr std::int64_t kColumns = 256;
+  pool.ParallelFor(CeilDiv(columns, kColumns), [&](std::int64_t i, int) {
+    const std::int64_t end = std::min((i + 1) * kColumns, columns);
+    std::fill(args.d_gamma + i * kColumns, args.d_gamma + end, 0.0f);
+    std::fill(args.d_beta + i * kColumns, args.d_beta + end, 0.0f);
+    for (std::int64_t block = 0; block < blocks; ++block) {
+      const float* from = sums + 2 * block * ld;
+      for (std::int64_t c = i * kColumns; c < end; ++c) {
+        args.d_gamma[c] += from[c];
+        args.d_beta[c] += from[ld + c];
+      }
+    }
+  });
+}
+
+void ActivationGrad(Activation activation, const TensorView& d_out, const TensorView& pre, const TensorView& d_pre,
+                    Pool& pool) {
+  CheckActivationType(d_out, "d_out");
+  const std::int64_t rows = d_out.shape[0], columns = d_out.shape[1], size = SizeOf(d_out.dtype);
+  Check(pre, "pre", rows, columns, d_out.dtype);
+  Check(d_pre, "d_pre", rows, columns, d_out.dtype);
+  const KernelTier& kernels = ChosenKernels();
+  const std::int64_t step = RowsPerTask(3 * columns * size);
+  pool.ParallelFor(CeilDiv(rows, step), [&](std::int64_t i, int) {
+    ActivationBackwardArgs part;
+    part.dtype = d_out.dtype;
+    part.activation = activation;
+    part.count = std::min(step, rows - i * step) * columns;
+    part.d_out = At(d_out, i * step, 0);
+    part.pre = At(pre, i * step, 0);
+    part.d_pre = At(d_pre, i * step, 0);
+    const FusedRange range(FusedStage::kBackwardActivation, 0.0, 3.0 * static_cast<double>(part.count * size));
+    kernels.fused.activation_backward(part);
+  });
+}
+
+void SiluMulRows(const TensorView& x, const TensorView& out, Pool& pool) {
+  CheckActivationType(x, "x");
+  const std::int64_t rows = x.shape[0], columns = x.shape[1] / 2, size = SizeOf(x.dtype);
+  if (x.shape[1] % 2 != 0) {
+    throw std::invalid_argument("x has " + std::to_string(x.shape[1]) + " columns; expected an even number, [gate; up]");
+  }
+  Check(x, "x", rows, 2 * columns, x.dtype);
+  Check(out, "out", rows, columns, x.dtype);
+  const KernelTier& kernels = ChosenKernels();
+  const std::int64_t step = RowsPerTask(3 * columns * size);
+  const bool stream = out.data != x.data && BeyondCaches(3 * rows * columns * size, pool);
+  pool.ParallelFor(CeilDiv(rows, step), [&](std::int64_t i, int) {
+    SiluMulArgs part;
+    part.dtype = x.dtype;
+    part.rows = std::min(step, rows - i * step);
+    part.columns = columns;
+    part.gate = At(x, i * step, 0);
+    part.up = At(x, i * step, columns);
+    part.in_stride = x.stride[0];
+    part.out = At(out, i * step, 0);
+    part.out_stride = out.stride[0];
+    part.stream = stream;
+    const FusedRange range(FusedStage::kSiluMul, 0.0, 3.0 * static_cast<double>(part.rows * columns * size));
+    kernels.fused.silu_mul(part);
+    if (stream) FinishStores();
+  });
+}
+
+void SiluMulGrad(const TensorView& d_out, const TensorView& x, const TensorView& d_x, Pool& pool) {
+  CheckActivationType(x, "x");
+  const std::int64_t rows = x.shape[0], columns = x.shape[1] / 2, size = SizeOf(x.dtype);
+  Check(x, "x", rows, 2 * columns, x.dtype);
+  Check(d_out, "d_out", rows, columns, x.dtype);
+  Check(d_x, "d_x", rows, 2 * columns, x.dtype);
+  const KernelTier& kernels = ChosenKernels();
+  const std::int64_t step = RowsPerTask(5 * columns * size);
+  pool.ParallelFor(CeilDiv(rows, step), [&](std::int64_t i, int) {
+    SiluMulBackwardArgs part;
+    part.dtype = x.dtype;
+    part.rows = std::min(step, rows - i * step);
+    part.columns = columns;
+    part.d_out = At(d_out, i * step, 0);
+    part.out_stride = d_out.stride[0];
+    part.gate = At(x, i * step, 0);
+    part.up = At(x, i * step, columns);
+    part.in_stride = x.stride[0];
+    part.d_gate = At(d_x, i * step, 0);
+    part.d_up = At(d_x, i * step, columns);
+    part.d_in_stride = d_x.stride[0];
+    const FusedRange range(FusedStage::kBackwardSiluMul, 0.0, 5.0 * static_cast<double>(part.rows * columns * size));
+    kernels.fused.silu_mul_backward(part);
+  });
+}
+
+void ReleaseScratch() { delete g_scratch.exchange(nullptr); }
+
+}  // namespace moesaic::fused

@@ -1,0 +1,33 @@
+// The stages of fused dense layers, as timers and NVTX ranges of the category "fused".
+#pragma once
+
+#include <cstdint>
+
+#include "profiling/range.h"
+
+namespace moesaic::fused {
+
+enum class FusedStage : std::int8_t {
+  kPack,                ///< pack: rows of x become tiles
+  kGemm,                ///< gemm
+  kEpilogue,            ///< epilogue: bias, activation, residual, rounding
+  kNorm,                ///< norm: the same, with a norm
+  kSiluMul,             ///< silu_mul
+  kBackwardNorm,        ///< backward_norm
+  kBackwardActivation,  ///< backward_activation
+  kBackwardGemm,        ///< backward_gemm: the gradient of x
+  kBackwardSiluMul,     ///< backward_silu_mul
+};
+
+profiling::RangeId RangeOf(FusedStage stage);
+
+/// The stage, for as long as it lives on this thread.
+class FusedRange {
+ public:
+  FusedRange(FusedStage stage, double flops, double bytes) : range_(RangeOf(stage)) { range_.AddWork(flops, bytes); }
+
+ private:
+  profiling::Range range_;
+};
+
+}  // namespace moesaic::fused

@@ -1,0 +1,84 @@
+// Loading, storing and walking rows of bf16 or fp32, sixteen values at a time.
+#pragma once
+
+#include "cpu_kernels/simd.h"
+
+/// Behind a lambda's parameters: a body that is called for whole vectors and for parts is compiled for each of them.
+#define MOESAIC_INLINE_LAMBDA __attribute__((always_inline))
+
+namespace {
+
+using namespace moesaic;
+
+/// n <= 16 values; what lies beyond them reads as zero.
+MOESAIC_INLINE F32x16 Load(const float* p, std::int64_t n) { return n == 16 ? LoadF32(p) : LoadF32Part(p, n); }
+MOESAIC_INLINE F32x16 Load(const BFloat16* p, std::int64_t n) { return n == 16 ? LoadBf16(p) : LoadBf16Part(p, n); }
+
+MOESAIC_INLINE void Store(float* p, F32x16 v, std::int64_t n) {
+  if (n == 16) return StoreF32(p, v);
+  StoreF32Part(p, v, n);
+}
+MOESAIC_INLINE void Store(BFloat16* p, F32x16 v, std::int64_t n) {
+  if (n == 16) return StoreBf16(p, v);
+  StoreBf16Part(p, v, n);
+}
+
+/// Sixteen values past the caches, to an address aligned to their size.
+MOESAIC_INLINE void StreamVector(float* p, F32x16 v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  __m256 halves[2];
+  std::memcpy(halves, &v, sizeof(v));
+  _mm256_stream_ps(p, halves[0]);
+  _mm256_stream_ps(p + 8, halves[1]);
+#else
+  StoreF32(p, v);
+#endif
+}
+MOESAIC_INLINE void StreamVector(BFloat16* p, F32x16 v) {
+#if defined(__AVX2__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)NarrowToBf16(v));
+#else
+  StoreBf16(p, v);
+#endif
+}
+
+/// body(first column, how many <= 16, whether the address is aligned for StreamVector) over a row: with `stream`, so that all
+/// whole vectors are aligned, wherever the row begins.
+template <typename T, class Body>
+MOESAIC_INLINE void ForVectors(const T* out, std::int64_t columns, bool stream, Body body) {
+  constexpr auto kBytes = static_cast<std::int64_t>(16 * sizeof(T));
+  std::int64_t c = 0;
+  if (stream) {
+    const auto beyond = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(out) % kBytes);
+    if (beyond != 0) {
+      c = (kBytes - beyond) / static_cast<std::int64_t>(sizeof(T));
+      if (c > columns) c = columns;
+      body(std::int64_t{0}, c, false);
+    }
+  }
+  for (; c + 16 <= columns; c += 16) body(c, std::int64_t{16}, stream);
+  if (c < columns) body(c, columns - c, false);
+}
+
+/// The sum of sixteen values, in one order.
+MOESAIC_INLINE float SumOf(F32x16 v) {
+  float x[16];
+  StoreF32(x, v);
+  for (int half = 8; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  }
+  return x[0];
+}
+
+/// Zero in the lanes from n on.
+MOESAIC_INLINE F32x16 FirstLanes(F32x16 v, std::int64_t n) {
+  if (n == 16) return v;
+  float x[16];
+  StoreF32(x, v);
+  for (std::int64_t i = n; i < 16; ++i) x[i] = 0.0f;
+  return LoadF32(x);
+}
+
+}  // namespace

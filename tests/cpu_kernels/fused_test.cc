@@ -1,0 +1,476 @@
+// The kernels of fused dense layers on every tier against formulas in double, and the layers on a pool, however they divide
+// their rows and columns.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "cpu_kernels/fused/linear.h"
+#include "cpu_kernels/isa.h"
+#include "tests/cpu_kernels/tiles.h"
+#include "threadpool/pool.h"
+
+namespace moesaic {
+namespace {
+
+constexpr double kEpsilon = 1e-5;
+
+double Gelu(double x) { return 0.5 * x * (1.0 + std::erf(x / std::sqrt(2.0))); }
+double GeluTanh(double x) { return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x))); }
+double Sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
+
+double Apply(Activation activation, double x) {
+  if (activation == Activation::kGelu) return Gelu(x);
+  return activation == Activation::kGeluTanh ? GeluTanh(x) : x;
+}
+
+double Derivative(Activation activation, double x) {
+  const double h = 1e-5;
+  return (Apply(activation, x + h) - Apply(activation, x - h)) / (2 * h);
+}
+
+/// Rows of bf16 or fp32 with a gap behind each, and NaN in the gaps.
+class Rows {
+ public:
+  Rows(DType dtype, std::int64_t rows, std::int64_t columns, std::int64_t stride)
+      : dtype_(dtype), rows_(rows), columns_(columns), stride_(stride), memory_(rows * stride * SizeOf(dtype)) {}
+  Rows(DType dtype, const Dense& values, std::int64_t stride) : Rows(dtype, values.rows, values.cols, stride) {
+    for (std::int64_t r = 0; r < rows_; ++r) {
+      for (std::int64_t c = 0; c < columns_; ++c) {
+        if (dtype_ == DType::kFloat32) {
+          memory_.As<float>()[r * stride_ + c] = values(r, c);
+        } else {
+          memory_.As<BFloat16>()[r * stride_ + c] = ToBFloat16(values(r, c));
+        }
+      }
+    }
+  }
+
+  void* data() const { return memory_.As<void>(); }
+  std::int64_t stride() const { return stride_; }
+  TensorView view() const { return {data(), dtype_, 2, {rows_, columns_, 0}, {stride_, 1, 0}}; }
+  float operator()(std::int64_t r, std::int64_t c) const {
+    if (dtype_ == DType::kFloat32) return memory_.As<float>()[r * stride_ + c];
+    return ToFloat(memory_.As<BFloat16>()[r * stride_ + c]);
+  }
+  /// What lies behind the rows was not touched.
+  void ExpectGapsUntouched() const {
+    for (std::int64_t r = 0; r < rows_; ++r) {
+      for (std::int64_t c = columns_; c < stride_; ++c)
+        ASSERT_TRUE(std::isnan((*this)(r, c))) << "row " << r << " column " << c;
+    }
+  }
+
+ private:
+  DType dtype_;
+  std::int64_t rows_, columns_, stride_;
+  PoisonedBuffer memory_;
+};
+
+/// fp32 operations on numbers of some units: 1e-5. bf16 besides: half a step of the result, and 2^-18 of its sigmoid.
+void ExpectNear(DType dtype, float value, double expected, const char* what, std::int64_t r, std::int64_t c) {
+  const double margin = 1e-5 + (dtype == DType::kFloat32 ? 2e-6 : 0x1p-8) * std::fabs(expected);
+  ASSERT_NEAR(value, expected, margin) << what << " at row " << r << " column " << c;
+}
+
+class FusedKernelsTest : public TierTest {};
+
+/// One row of the reference: v, and out of it.
+struct Reference {
+  std::vector<double> pre, normalized, out;
+  double inverse_std = 0;
+};
+
+struct EpilogueCase {
+  Activation activation;
+  Norm norm;
+  bool addend, residual;
+};
+
+Reference Expected(const EpilogueCase& c, const Dense& sums, const Dense& vectors, const Dense& addend, const Dense& residual,
+                   std::int64_t r) {
+  Reference reference;
+  const std::int64_t n = sums.cols;
+  std::vector<double> v;
+  double mean = 0, square = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    reference.pre.push_back(static_cast<double>(sums(r, i)) + vectors(0, i) + (c.addend ? addend(r, i) : 0.0));
+    v.push_back(Apply(c.activation, reference.pre.back()) + (c.residual ? residual(r, i) : 0.0));
+    mean += v.back() / static_cast<double>(n);
+  }
+  if (c.norm == Norm::kRmsNorm) mean = 0;
+  for (double x : v) square += (x - mean) * (x - mean) / static_cast<double>(n);
+  reference.inverse_std = 1 / std::sqrt(square + kEpsilon);
+  for (std::int64_t i = 0; i < n; ++i) {
+    const double normalized = (v[static_cast<std::size_t>(i)] - mean) * reference.inverse_std;
+    reference.normalized.push_back(normalized);
+    const double scaled = normalized * vectors(1, i) + (c.norm == Norm::kLayerNorm ? vectors(2, i) : 0.0);
+    reference.out.push_back(c.norm == Norm::kNone ? v[static_cast<std::size_t>(i)] : scaled);
+  }
+  return reference;
+}
+
+void CheckEpilogue(const KernelTier& tier, DType dtype, std::int64_t columns, const EpilogueCase& c, bool stream) {
+  constexpr std::int64_t kRows = 3;
+  std::mt19937_64 random(static_cast<std::uint64_t>(columns));
+  const std::int64_t ld = RoundUp(columns, 16) + 16;
+  const Dense sums = RandomValues(kRows, columns, random), vectors = RandomValues(3, columns, random);
+  const Dense addend = RandomValues(kRows, columns, random), residual = RandomValues(kRows, columns, random);
+  const Rows sum_rows(DType::kFloat32, sums, ld), vector_rows(DType::kFloat32, vectors, columns);
+  const Rows addend_rows(dtype, addend, columns + 3), residual_rows(dtype, residual, columns + 5);
+  const Rows out(dtype, kRows, columns, columns + 7), pre(dtype, kRows, columns, columns + 2);
+  const Rows normalized(dtype, kRows, columns, columns);
+  const PoisonedBuffer row(ld * 4);
+  float inverse_std[kRows];
+  RowEpilogueArgs args;
+  args.dtype = dtype;
+  args.rows = kRows;
+  args.columns = columns;
+  args.sums = static_cast<const float*>(sum_rows.data());
+  args.ld = ld;
+  args.bias = static_cast<const float*>(vector_rows.data());
+  args.gamma = args.bias + columns;
+  args.beta = args.gamma + columns;
+  args.addend = c.addend ? addend_rows.data() : nullptr;
+  args.addend_stride = addend_rows.stride();
+  args.residual = c.residual ? residual_rows.data() : nullptr;
+  args.residual_stride = residual_rows.stride();
+  args.activation = c.activation;
+  args.norm = c.norm;
+  args.epsilon = static_cast<float>(kEpsilon);
+  args.row = row.As<float>();
+  args.out = out.data();
+  args.out_stride = out.stride();
+  args.stream = stream;
+  args.pre = pre.data();
+  args.pre_stride = pre.stride();
+  if (c.norm != Norm::kNone) {
+    args.normalized = normalized.data();
+    args.inverse_std = inverse_std;
+  }
+  tier.fused.row_epilogue(args);
+  FinishStores();
+  out.ExpectGapsUntouched();
+  pre.ExpectGapsUntouched();
+  for (std::int64_t r = 0; r < kRows; ++r) {
+    const Reference expected = Expected(c, sums, vectors, addend, residual, r);
+    for (std::int64_t i = 0; i < columns; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      ExpectNear(dtype, out(r, i), expected.out[at], "out", r, i);
+      ExpectNear(dtype, pre(r, i), expected.pre[at], "pre", r, i);
+      if (c.norm != Norm::kNone) ExpectNear(dtype, normalized(r, i), expected.normalized[at], "normalized", r, i);
+    }
+    if (c.norm != Norm::kNone) ASSERT_NEAR(inverse_std[r], expected.inverse_std, 2e-6 * expected.inverse_std);
+  }
+}
+
+TEST_P(FusedKernelsTest, RowEpilogue) {
+  const EpilogueCase cases[] = {{Activation::kNone, Norm::kLayerNorm, false, true},
+                                {Activation::kGelu, Norm::kNone, false, false},
+                                {Activation::kGeluTanh, Norm::kRmsNorm, true, true},
+                                {Activation::kGelu, Norm::kLayerNorm, true, false}};
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const EpilogueCase& c : cases) {
+      for (const std::int64_t columns : {2, 7, 15, 16, 17, 31, 32, 33, 47, 64, 65, 100, 770}) {
+        SCOPED_TRACE(testing::Message() << columns << " columns, dtype " << static_cast<int>(dtype));
+        CheckEpilogue(*tier_, dtype, columns, c, columns % 3 == 0);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(FusedKernelsTest, NormBackward) {
+  std::mt19937_64 random(2);
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const Norm norm : {Norm::kLayerNorm, Norm::kRmsNorm}) {
+      for (const std::int64_t columns : {3, 16, 45, 130}) {
+        const Dense d_out = RandomValues(4, columns, random), normalized = RandomValues(4, columns, random);
+        const Dense gamma = RandomValues(1, columns, random);
+        const Rows d_out_rows(dtype, d_out, columns), normalized_rows(dtype, normalized, columns);
+        const Rows gamma_row(DType::kFloat32, gamma, columns), d_in(dtype, 4, columns, columns);
+        const float inverse_std[4] = {1.0f, 0.5f, 2.0f, 3.0f};
+        std::vector<float> sums(static_cast<std::size_t>(2 * columns), 1.0f);  // added to
+        NormBackwardArgs args;
+        args.dtype = dtype;
+        args.rows = 4;
+        args.columns = columns;
+        args.norm = norm;
+        args.d_out = d_out_rows.data();
+        args.normalized = normalized_rows.data();
+        args.inverse_std = inverse_std;
+        args.gamma = static_cast<const float*>(gamma_row.data());
+        args.d_in = d_in.data();
+        args.d_gamma = sums.data();
+        args.d_beta = sums.data() + columns;
+        tier_->fused.norm_backward(args);
+        std::vector<double> d_gamma(static_cast<std::size_t>(columns), 1.0), d_beta(d_gamma);
+        for (std::int64_t r = 0; r < 4; ++r) {
+          double mean = 0, along = 0;
+          for (std::int64_t c = 0; c < columns; ++c) {
+            const double d = d_out(r, c), g = d * gamma(0, c);
+            mean += norm == Norm::kLayerNorm ? g / static_cast<double>(columns) : 0.0;
+            along += g * normalized(r, c) / static_cast<double>(columns);
+            d_gamma[static_cast<std::size_t>(c)] += d * normalized(r, c);
+            d_beta[static_cast<std::size_t>(c)] += d;
+          }
+          for (std::int64_t c = 0; c < columns; ++c) {
+            const double expected = (static_cast<double>(d_out(r, c)) * gamma(0, c) - mean - normalized(r, c) * along);
+            ExpectNear(dtype, d_in(r, c), expected * inverse_std[r], "d_in", r, c);
+          }
+        }
+        for (std::int64_t c = 0; c < columns; ++c) {
+          const auto at = static_cast<std::size_t>(c);
+          ExpectNear(DType::kFloat32, sums[at], d_gamma[at], "d_gamma", 0, c);
+          ExpectNear(DType::kFloat32, sums[at + static_cast<std::size_t>(columns)], d_beta[at], "d_beta", 0, c);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(FusedKernelsTest, ActivationsAndTheirDerivatives) {
+  Dense x(1, 1601);
+  Dense ones(1, 1601);
+  for (std::int64_t i = 0; i < x.cols; ++i) {
+    x(0, i) = ToFloat(ToBFloat16(static_cast<float>(i - 800) / 80.0f));
+    ones(0, i) = 1.0f;
+  }
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    const Rows x_row(dtype, x, x.cols), one_row(dtype, ones, x.cols), d_pre(dtype, 1, x.cols, x.cols);
+    for (const Activation activation : {Activation::kGelu, Activation::kGeluTanh}) {
+      ActivationBackwardArgs args;
+      args.dtype = dtype;
+      args.activation = activation;
+      args.count = x.cols;
+      args.d_out = one_row.data();
+      args.pre = x_row.data();
+      args.d_pre = d_pre.data();
+      tier_->fused.activation_backward(args);
+      for (std::int64_t i = 0; i < x.cols; ++i) {
+        ExpectNear(dtype, d_pre(0, i), Derivative(activation, x(0, i)), "d_pre", 0, i);
+      }
+    }
+  }
+}
+
+TEST_P(FusedKernelsTest, SiluMulAndItsBackward) {
+  std::mt19937_64 random(3);
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const std::int64_t columns : {1, 15, 16, 33, 128, 131}) {
+      for (const bool in_place : {false, true}) {
+        const Dense x = RandomValues(3, 2 * columns, random), d = RandomValues(3, columns, random);
+        const Rows x_rows(dtype, x, 2 * columns + 3), fresh(dtype, 3, columns, columns + 1), d_rows(dtype, d, columns);
+        const Rows d_x(dtype, 3, 2 * columns, 2 * columns);
+        const std::int64_t size = SizeOf(dtype);
+        SiluMulBackwardArgs backward;
+        backward.dtype = dtype;
+        backward.rows = 3;
+        backward.columns = columns;
+        backward.d_out = d_rows.data();
+        backward.out_stride = columns;
+        backward.gate = x_rows.data();
+        backward.up = static_cast<const char*>(x_rows.data()) + columns * size;
+        backward.in_stride = x_rows.stride();
+        backward.d_gate = d_x.data();
+        backward.d_up = static_cast<char*>(d_x.data()) + columns * size;
+        backward.d_in_stride = d_x.stride();
+        tier_->fused.silu_mul_backward(backward);
+        SiluMulArgs args;
+        args.dtype = dtype;
+        args.rows = 3;
+        args.columns = columns;
+        args.gate = backward.gate;
+        args.up = backward.up;
+        args.in_stride = x_rows.stride();
+        args.out = in_place ? x_rows.data() : fresh.data();
+        args.out_stride = in_place ? x_rows.stride() : fresh.stride();
+        args.stream = !in_place;
+        tier_->fused.silu_mul(args);
+        FinishStores();
+        const Rows& out = in_place ? x_rows : fresh;
+        out.ExpectGapsUntouched();
+        for (std::int64_t r = 0; r < 3; ++r) {
+          for (std::int64_t c = 0; c < columns; ++c) {
+            const double g = x(r, c), u = x(r, columns + c), s = Sigmoid(g);
+            ExpectNear(dtype, out(r, c), g * s * u, "out", r, c);
+            ExpectNear(dtype, d_x(r, c), d(r, c) * u * s * (1 + g * (1 - s)), "d_gate", r, c);
+            ExpectNear(dtype, d_x(r, columns + c), d(r, c) * g * s, "d_up", r, c);
+          }
+        }
+      }
+    }
+  }
+}
+
+/// A layer of integers, whose sums are exact: [rows, k] x [n, k]^T, or [rows, n] x [n, k].
+void CheckExactLinear(DType dtype, std::int64_t rows, std::int64_t n, std::int64_t k, bool transposed, threadpool::Pool& pool) {
+  std::mt19937_64 random(static_cast<std::uint64_t>(rows + n + k));
+  const Dense weight = RandomIntegers(n, k, random), x = RandomIntegers(rows, transposed ? n : k, random);
+  const Rows weight_rows(dtype, weight, k), x_rows(dtype, x, x.cols + 3);
+  const std::int64_t columns = transposed ? k : n;
+  const fused::PackedMatrix packed(weight_rows.view(), pool);
+  const Rows result(dtype, rows, columns, columns + 5);
+  fused::LinearArgs args;
+  args.x = x_rows.view();
+  args.weight = &packed;
+  args.transposed = transposed;
+  args.out = result.view();
+  fused::Linear(args, pool);
+  result.ExpectGapsUntouched();
+  for (std::int64_t r = 0; r < rows; ++r) {
+    for (std::int64_t c = 0; c < columns; ++c) {
+      double sum = 0;
+      for (std::int64_t i = 0; i < x.cols; ++i)
+        sum += static_cast<double>(x(r, i)) * (transposed ? weight(i, c) : weight(c, i));
+      const auto exact = static_cast<float>(sum);
+      ASSERT_EQ(result(r, c), dtype == DType::kFloat32 ? exact : ToFloat(ToBFloat16(exact))) << "row " << r << " column " << c;
+    }
+  }
+}
+
+TEST_P(FusedKernelsTest, Fp32Gemm) {
+  threadpool::Pool pool(1);
+  std::mt19937_64 random(4);
+  for (const auto& [n, k] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {17, 33}, {64, 300}, {150, 70}}) {
+    const Dense weight = RandomIntegers(n, k, random);
+    const Rows weight_rows(DType::kFloat32, weight, k);
+    const fused::PackedMatrix packed(weight_rows.view(), pool);
+    for (const bool transposed : {false, true}) {
+      for (const std::int64_t rows : {1, 5, 8, 19}) {
+        const Dense x = RandomIntegers(rows, transposed ? n : k, random);
+        const Rows x_rows(DType::kFloat32, x, x.cols + 1);
+        const std::int64_t columns = transposed ? k : n, ldc = RoundUp(columns, 16) + 16;
+        const Rows c(DType::kFloat32, rows, columns, ldc);
+        const PoisonedBuffer scratch(kFp32GemmScratch * 4);
+        Fp32GemmArgs args;
+        args.a = static_cast<const float*>(x_rows.data());
+        args.lda = x_rows.stride();
+        args.rows = rows;
+        args.panels = packed.panels();
+        args.n = n;
+        args.k = k;
+        args.transposed = transposed;
+        args.count = CeilDiv(columns, 16);
+        args.c = static_cast<float*>(c.data());
+        args.ldc = ldc;
+        args.scratch = scratch.As<float>();
+        tier_->fused.fp32_gemm(args);
+        for (std::int64_t r = 0; r < rows; ++r) {
+          for (std::int64_t j = 0; j < columns; ++j) {
+            double sum = 0;
+            for (std::int64_t i = 0; i < x.cols; ++i) {
+              sum += static_cast<double>(x(r, i)) * (transposed ? weight(i, j) : weight(j, i));
+            }
+            ASSERT_EQ(c(r, j), static_cast<float>(sum)) << "row " << r << " column " << j;
+          }
+          for (std::int64_t j = RoundUp(columns, 16); j < ldc; ++j) ASSERT_TRUE(std::isnan(c(r, j)));
+        }
+      }
+    }
+  }
+}
+
+TEST_P(FusedKernelsTest, ExactProductsOfEverySizeAndDivision) {
+  ForceIsa("");
+  if (&ChosenKernels() != tier_) {
+    try {
+      ForceIsa(tier_->name);
+    } catch (const UnsupportedHostError&) {
+      GTEST_SKIP() << tier_->name << " cannot be forced on this host";
+    }
+    if (&ChosenKernels() != tier_) {
+      ForceIsa("");
+      GTEST_SKIP() << "another entry of the name " << tier_->name << " serves this host";
+    }
+  }
+  threadpool::Pool one(1), many(5);
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const bool transposed : {false, true}) {
+      for (const std::int64_t rows : {1, 17, 70, 300}) {
+        for (const auto& [n, k] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {33, 130}, {130, 47}, {600, 290}}) {
+          SCOPED_TRACE(testing::Message() << "[" << n << ", " << k << "], " << rows << " rows"
+                                          << (transposed ? ", transposed" : ""));
+          CheckExactLinear(dtype, rows, n, k, transposed, rows == 300 && n == 600 ? one : many);
+          if (HasFatalFailure()) {
+            ForceIsa("");
+            return;
+          }
+        }
+      }
+    }
+  }
+  ForceIsa("");
+}
+
+MOESAIC_TEST_ON_EVERY_TIER(FusedKernelsTest);
+
+TEST(FusedLayerTest, UnpacksWhatWasPacked) {
+  threadpool::Pool pool(2);
+  std::mt19937_64 random(5);
+  const Dense weight = RandomValues(37, 75, random);
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    const Rows rows(dtype, weight, 80), back(dtype, 37, 75, 76);
+    fused::PackedMatrix(rows.view(), pool).Unpack(back.view(), pool);
+    back.ExpectGapsUntouched();
+    for (std::int64_t r = 0; r < 37; ++r) {
+      for (std::int64_t c = 0; c < 75; ++c) ASSERT_EQ(back(r, c), weight(r, c));
+    }
+  }
+}
+
+TEST(FusedLayerTest, SameBitsForEveryDivision) {
+  std::mt19937_64 random(6);
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    const Dense weight = RandomValues(290, 530, random), x = RandomValues(333, 530, random), r = RandomValues(333, 290, random);
+    const Rows weight_rows(dtype, weight, 530), x_rows(dtype, x, 530), residual(dtype, r, 290);
+    std::vector<Rows> results;
+    for (const int threads : {1, 2, 7, 40}) {
+      threadpool::Pool pool(threads);
+      const fused::PackedMatrix packed(weight_rows.view(), pool);
+      results.emplace_back(dtype, 333, 290, 290);
+      fused::LinearArgs args;
+      args.x = x_rows.view();
+      args.weight = &packed;
+      args.residual = residual.view();
+      args.norm = Norm::kLayerNorm;
+      args.activation = Activation::kGelu;
+      args.epsilon = 1e-12f;
+      args.out = results.back().view();
+      fused::Linear(args, pool);
+      const auto bytes = static_cast<std::size_t>(333 * 290 * SizeOf(dtype));
+      ASSERT_EQ(std::memcmp(results.back().data(), results.front().data(), bytes), 0) << threads << " threads";
+    }
+  }
+}
+
+TEST(FusedLayerTest, RefusesWhatDoesNotFit) {
+  threadpool::Pool pool(1);
+  const Rows weight(DType::kFloat32, Dense(8, 16), 16), x(DType::kFloat32, Dense(4, 16), 16), out(DType::kFloat32, 4, 8, 8);
+  const Rows low(DType::kBFloat16, Dense(4, 16), 16);
+  const fused::PackedMatrix packed(weight.view(), pool);
+  fused::LinearArgs args;
+  args.weight = &packed;
+  args.x = x.view();
+  args.out = x.view();
+  EXPECT_THROW(fused::Linear(args, pool), std::invalid_argument);
+  args.out = out.view();
+  args.residual = x.view();
+  EXPECT_THROW(fused::Linear(args, pool), std::invalid_argument);
+  args.residual = TensorView();
+  args.x = low.view();
+  EXPECT_THROW(fused::Linear(args, pool), std::invalid_argument);
+  args.x = x.view();
+  args.epsilon = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_THROW(fused::Linear(args, pool), std::invalid_argument);
+  args.epsilon = 0;
+  EXPECT_NO_THROW(fused::Linear(args, pool));
+  TensorView vector = x.view();
+  vector.rank = 1;
+  EXPECT_THROW(fused::PackedMatrix(vector, pool), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace moesaic
