@@ -27,6 +27,7 @@ except ImportError as error:
 
 from moesaic.hf import adapters, experts
 from moesaic.hf.blocks import IMPLEMENTATION, find_blocks, refusal
+from moesaic.hf.fuse import FusedModule, FuseReport, KeptModule, fuse, unfuse
 from moesaic.hf.prepare import BlockReport, PrepareReport, prepare, restore
 
 if TYPE_CHECKING:
@@ -34,13 +35,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockReport",
+    "FuseReport",
+    "FusedModule",
+    "KeptModule",
     "PrepareReport",
     "ProfileCallback",
     "find_blocks",
+    "fuse",
     "peft_is_hooked",
     "prepare",
     "refusal",
     "restore",
+    "unfuse",
 ]
 
 

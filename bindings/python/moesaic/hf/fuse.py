@@ -1,0 +1,153 @@
+"""Fused operators in the dense parts of a transformers model, and the way back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moesaic.hf.operators import OPERATORS, Dense, Operator
+
+__all__ = ["FuseReport", "FusedModule", "KeptModule", "fuse", "unfuse"]
+
+#: How far the fused result may be from the stock one on a probe, relative L2: some roundings of bf16, or of fp32 sums.
+_BOUND = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True)
+class FusedModule:
+    """A module that a fused operator computes now."""
+
+    name: str
+    class_name: str
+    operator: str
+    bytes_packed: int
+
+
+@dataclass(frozen=True)
+class KeptModule:
+    """A module with a dense layer or a norm that goes on as it was."""
+
+    name: str
+    class_name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FuseReport:
+    """What `fuse` did; ``print`` it."""
+
+    replaced: tuple[FusedModule, ...]
+    kept: tuple[KeptModule, ...]
+
+    @property
+    def bytes_packed(self) -> int:
+        """Bytes of the packed weights, beside the model's own."""
+        return sum(module.bytes_packed for module in self.replaced)
+
+    def __str__(self) -> str:
+        lines = [f"moesaic: {len(self.replaced)} modules fused, {self.bytes_packed / 2**20:.1f} MiB packed beside them"]
+        for (class_name, operator), n in Counter((m.class_name, m.operator) for m in self.replaced).items():
+            lines.append(f"  {n} x {class_name}: {operator}")
+        for (class_name, reason), n in Counter((m.class_name, m.reason) for m in self.kept).items():
+            lines.append(f"  kept {n} x {class_name}: {reason}")
+        return "\n".join(lines)
+
+
+def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
+    """Lets fused operators compute the sub-graphs of `model` that they match.
+
+    BERT's and RoBERTa's output layers (dense, residual, LayerNorm) and intermediate layers (dense, GELU), ViT's FFN,
+    the dense FFN of decoders (gate, up, SiLU, down), layer and RMS norms, and the projections of attention layers. A
+    module is replaced only if its own forward and the operator agree on a probe. It keeps its parameters and its
+    state_dict; the packed weights are a second copy, packed anew when the parameters change (as
+    `moesaic.nn.PackedLinear` does). Adapters of PEFT, put on before or after, are computed too.
+
+    In every call the module's own forward still runs where the operator may not: dropout, autocast, torch.compile,
+    another dtype or device, hooks on a layer inside, a variant of LoRA.
+
+    Args:
+        model: a transformers model, or any module.
+        attention: also the projections of attention layers.
+
+    Returns:
+        What was replaced, and what was not, and why.
+
+    Raises:
+        TypeError: `model` is no module.
+        MemoryError: memory cannot be had; what was replaced so far stays so, `unfuse` undoes it.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    unfuse(model)
+    replaced: list[FusedModule] = []
+    kept: list[KeptModule] = []
+    inside: tuple[str, ...] = ()  # of a replaced sub-graph: nothing of it is looked at again
+    parents: dict[str, nn.Module] = dict(model.named_modules())
+    for name, module in parents.items():
+        if inside and name.startswith(inside):
+            continue
+        operator = _operator(name, module, parents, attention)
+        if operator is None:
+            continue
+        reason = "no fused operator matches what it belongs to" if isinstance(operator, str) else _refusal(operator)
+        if isinstance(operator, str) or reason is not None:
+            kept.append(KeptModule(name, type(module).__name__, reason or ""))
+            continue
+        module.__dict__["forward"] = operator
+        inside = (*inside, f"{name}.") if name else ("",)
+        replaced.append(FusedModule(name, type(module).__name__, operator.name, operator.packed_bytes))
+    return FuseReport(tuple(replaced), tuple(kept))
+
+
+def unfuse(model: nn.Module) -> int:
+    """Undoes `fuse`; returns how many modules it gave their own forward back."""
+    count = 0
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), Operator):
+            del module.__dict__["forward"]
+            count += 1
+    return count
+
+
+def _operator(name: str, module: nn.Module, parents: dict[str, nn.Module], attention: bool) -> Operator | str | None:
+    """An operator for `module`; "" where there is none and it has a dense layer or is a norm; None otherwise."""
+    for kind in OPERATORS:
+        if kind.matches(module):
+            return kind(module)
+    if any(part.startswith("lora_") for part in name.split(".")):
+        return None
+    if not isinstance(module, nn.Linear):
+        return "" if type(module).__name__.endswith(("LayerNorm", "RMSNorm")) else None
+    parent = name.removesuffix(".base_layer").rpartition(".")[0]
+    in_attention = name != "" and "Attention" in type(parents[parent]).__name__
+    return Dense(module) if attention and in_attention and Dense.matches(module) else ""
+
+
+def _refusal(operator: Operator) -> str | None:
+    """Why the operator cannot stand in; it has run once, and its weights are packed, where it can."""
+    module = operator.module
+    if "forward" in module.__dict__:
+        return "its forward was replaced already, by somebody else"
+    reason = operator.refusal()
+    if reason is not None:
+        return reason
+    training = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            probe = operator.probe()
+            fused, stock = operator.fused(*probe), operator.stock(*probe)
+    finally:
+        for m in training:
+            m.training = True
+    if fused is None:
+        return "its layers are of kinds or dtypes that do not go together here"
+    if fused.dtype != stock.dtype or fused.shape != stock.shape:
+        return f"its result is {stock.dtype} {list(stock.shape)}; the operator gives {fused.dtype} {list(fused.shape)}"
+    distance = float((fused.double() - stock.double()).norm() / stock.double().norm().clamp_min(1e-30))
+    if not distance <= _BOUND[fused.dtype]:
+        return f"{type(module).__name__} computes something else (on a probe they differ by {distance:.1e})"
+    return None

@@ -1,0 +1,423 @@
+"""Sub-graphs of transformers models that fused operators compute: what they look like, and when an operator may stand
+in.
+
+An operator takes the place of one module's ``forward``. The module, its parameters and its state_dict stay as they are.
+In every call it looks whether it may compute what the module would (dropout, autocast, dtype, hooks, adapters); if not,
+the module's own forward does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moesaic.nn import PackedLinear, checked, functional
+from moesaic.nn.autograd import Fusion
+from moesaic.nn.linear import fingerprint
+
+__all__ = ["OPERATORS", "Operator"]
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Operator:
+    """Stands as ``module.forward``; ``type(module).forward`` is what it replaces."""
+
+    #: What it computes, for reports.
+    name = ""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._packed: dict[str, tuple[Any, PackedLinear]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        if not kwargs and self._may_run(args):
+            out = self.fused(*args)
+            if out is not None:
+                return out
+        return self.stock(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "_packed": {}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Operator:
+        from copy import deepcopy
+
+        return type(self)(deepcopy(self.module, memo))
+
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's class computes."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
+        """The same by the engine; None where it may not."""
+        raise NotImplementedError
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        """Whether `module` is built like what this operator computes."""
+        raise NotImplementedError
+
+    def refusal(self) -> str | None:
+        """Why this module cannot be served, as far as its layers tell."""
+        for layer in self.layers():
+            base = getattr(layer, "base_layer", layer)
+            weight = getattr(base, "weight", None)
+            if weight is None:
+                continue
+            if weight.is_meta:
+                return "its weights are on the meta device (offloaded, or not loaded yet)"
+            if weight.dtype not in _DTYPES:
+                return f"its weights are {_dtype(weight)}; expected bfloat16 or float32"
+            if not weight.is_cpu:
+                return f"its weights are on {weight.device}; expected the CPU"
+        return None
+
+    def layers(self) -> list[nn.Module]:
+        """The layers that hold the weights of the GEMMs and norms."""
+        return [child for child in self.module.children() if not isinstance(child, nn.Dropout)]
+
+    def probe(self) -> tuple[torch.Tensor, ...]:
+        """Inputs on which both forwards are compared."""
+        raise NotImplementedError
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that the packed weights take."""
+        return sum(packed.weight_bytes for _, packed in self._packed.values())
+
+    def _may_run(self, args: tuple[Any, ...]) -> bool:
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return False
+        first = args[0] if args else None
+        return (
+            isinstance(first, torch.Tensor)
+            and first.is_cpu
+            and first.dtype in _DTYPES
+            and all(isinstance(a, torch.Tensor) and a.dtype == first.dtype for a in args[1:])
+            and all(not _hooked(layer) for layer in self.module.children())
+        )
+
+    def _linear(
+        self,
+        key: str,
+        layers: list[Any],
+        x: torch.Tensor,
+        fusion: Fusion | None = None,
+        residual: torch.Tensor | None = None,
+        norm: Any = None,
+    ) -> torch.Tensor | None:
+        """The layers side by side, as one GEMM with their adapters, and what follows it."""
+        bases: list[nn.Linear] = []
+        deltas: list[torch.Tensor | None] = []
+        for layer in layers:
+            base = getattr(layer, "base_layer", layer)
+            known, delta = _lora_delta(layer, x)
+            if type(base) is not nn.Linear or base.weight.dtype != x.dtype or not known or _hooked(base):
+                return None
+            bases.append(base)
+            deltas.append(delta)
+        addend = None
+        if any(delta is not None for delta in deltas):
+            rows = x.reshape(-1, x.shape[-1])
+            parts = [
+                rows.new_zeros(rows.shape[0], base.out_features) if delta is None else delta
+                for base, delta in zip(bases, deltas, strict=True)
+            ]
+            addend = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        gamma, beta = (None, None) if norm is None else (norm.weight, norm.bias)
+        return checked.linear(fusion or Fusion(), x, self._pack(key, bases), residual, gamma, beta, addend)
+
+    def _pack(self, key: str, bases: list[nn.Linear]) -> PackedLinear:
+        weights: list[torch.Tensor] = [base.weight for base in bases]
+        biases = [base.bias for base in bases]
+        bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+            return PackedLinear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+        state = tuple(fingerprint(weight) for weight in weights)
+        kept = self._packed.get(key)
+        if kept is None or kept[0] != state:
+            detached = [weight.detach() for weight in weights]
+            kept = (state, PackedLinear(detached[0] if len(detached) == 1 else torch.cat(detached)))
+            self._packed[key] = kept
+        kept[1].bias = bias
+        return kept[1]
+
+
+class AddNorm(Operator):
+    """BERT's and RoBERTa's attention output and second FFN layer: ``LayerNorm(dropout(dense(x)) + residual)``."""
+
+    name = "gemm_bias_add_layernorm"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return _has(module, dense=_is_linear, LayerNorm=_is_layer_norm, dropout=_is_dropout) and _takes(module, 2)
+
+    def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
+        x, residual = args
+        module = self.module
+        if not _inactive(module.dropout) or residual.shape[:-1] != x.shape[:-1]:
+            return None
+        fusion = Fusion(norm="layernorm", eps=module.LayerNorm.eps)
+        return self._linear("dense", [module.dense], x, fusion, residual, module.LayerNorm)
+
+    def probe(self) -> tuple[torch.Tensor, ...]:
+        base = getattr(self.module.dense, "base_layer", self.module.dense)
+        return _sample(base.weight, base.in_features), _sample(base.weight, base.out_features)
+
+
+class DenseGelu(Operator):
+    """BERT's and RoBERTa's first FFN layer: ``gelu(dense(x))``."""
+
+    name = "gemm_bias_gelu"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return _has(module, dense=_is_linear) and hasattr(module, "intermediate_act_fn") and _takes(module, 1)
+
+    def refusal(self) -> str | None:
+        return super().refusal() or _refused_gelu(self.module.intermediate_act_fn)
+
+    def layers(self) -> list[nn.Module]:
+        return [self.module.dense]
+
+    def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
+        return self._linear("dense", [self.module.dense], args[0], Fusion(_gelu(self.module.intermediate_act_fn)))
+
+    def probe(self) -> tuple[torch.Tensor, ...]:
+        base = getattr(self.module.dense, "base_layer", self.module.dense)
+        return (_sample(base.weight, base.in_features),)
+
+
+class GeluMlp(Operator):
+    """ViT's FFN: ``fc2(gelu(fc1(x)))``."""
+
+    name = "gemm_bias_gelu, gemm_bias"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return _has(module, fc1=_is_linear, fc2=_is_linear) and hasattr(module, "activation_fn") and _takes(module, 1)
+
+    def refusal(self) -> str | None:
+        return super().refusal() or _refused_gelu(self.module.activation_fn)
+
+    def layers(self) -> list[nn.Module]:
+        return [self.module.fc1, self.module.fc2]
+
+    def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
+        module = self.module
+        inner = self._linear("fc1", [module.fc1], args[0], Fusion(_gelu(module.activation_fn)))
+        return None if inner is None else self._linear("fc2", [module.fc2], inner)
+
+    def probe(self) -> tuple[torch.Tensor, ...]:
+        base = getattr(self.module.fc1, "base_layer", self.module.fc1)
+        return (_sample(base.weight, base.in_features),)
+
+
+class GatedMlp(Operator):
+    """The dense FFN of decoders: ``down_proj(silu(gate_proj(x)) * up_proj(x))``, gate and up as one GEMM."""
+
+    name = "gemm, silu_mul, gemm"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        has = _has(module, gate_proj=_is_linear, up_proj=_is_linear, down_proj=_is_linear)
+        return has and hasattr(module, "act_fn") and _takes(module, 1)
+
+    def refusal(self) -> str | None:
+        module = self.module
+        reason = super().refusal()
+        if reason is None and not _same(module.act_fn, F.silu):
+            reason = f"its activation is {_name_of(module.act_fn)}; expected SiLU"
+        gate, up = (getattr(layer, "base_layer", layer) for layer in (module.gate_proj, module.up_proj))
+        if reason is None and (gate.bias is None) != (up.bias is None):
+            reason = "one of gate_proj and up_proj has a bias; expected both or none"
+        return reason
+
+    def layers(self) -> list[nn.Module]:
+        return [self.module.gate_proj, self.module.up_proj, self.module.down_proj]
+
+    def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
+        module = self.module
+        both = self._linear("gate_up", [module.gate_proj, module.up_proj], args[0])
+        return None if both is None else self._linear("down", [module.down_proj], functional.silu_mul(both))
+
+    def probe(self) -> tuple[torch.Tensor, ...]:
+        base = getattr(self.module.gate_proj, "base_layer", self.module.gate_proj)
+        return (_sample(base.weight, base.in_features),)
+
+
+class LayerNorm(Operator):
+    """A layer norm alone."""
+
+    name = "layernorm"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return _is_layer_norm(module)
+
+    def layers(self) -> list[nn.Module]:
+        return [self.module]
+
+    def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
+        module = self.module
+        return functional.layernorm(args[0], module.weight, module.bias, module.eps)
+
+    def probe(self) -> tuple[torch.Tensor, ...]:
+        return (_sample(self.module.weight, self.module.normalized_shape[0]),)
+
+
+class RmsNorm(Operator):
+    """An RMS norm alone; its class is known by its name and by what it computes."""
+
+    name = "rmsnorm"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        weight = module._parameters.get("weight")
+        leaf = not any(True for _ in module.children()) and len(module._parameters) == 1
+        return leaf and type(module).__name__.endswith("RMSNorm") and weight is not None and weight.dim() == 1
+
+    def layers(self) -> list[nn.Module]:
+        return [self.module]
+
+    def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
+        module = self.module
+        if module.weight.dtype != args[0].dtype:  # then the result has another type
+            return None
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        return functional.rmsnorm(args[0], module.weight, 0.0 if eps is None else eps)
+
+    def probe(self) -> tuple[torch.Tensor, ...]:
+        return (_sample(self.module.weight, self.module.weight.shape[0]),)
+
+
+class Dense(Operator):
+    """A projection of an attention layer."""
+
+    name = "gemm_bias"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return type(module) is nn.Linear
+
+    def layers(self) -> list[nn.Module]:
+        return [self.module]
+
+    def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
+        module = self.module
+        if module.weight.dtype != args[0].dtype:
+            return None
+        return checked.linear(Fusion(), args[0], self._pack("weight", [module]))
+
+    def probe(self) -> tuple[torch.Tensor, ...]:
+        return (_sample(self.module.weight, self.module.in_features),)
+
+
+#: Whole sub-graphs first: what they hold is not looked at again.
+OPERATORS: tuple[type[Operator], ...] = (AddNorm, DenseGelu, GeluMlp, GatedMlp, LayerNorm, RmsNorm)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "base_layer", module), nn.Linear)
+
+
+def _is_layer_norm(module: nn.Module) -> bool:
+    return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.weight is not None
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return type(module) is nn.Dropout
+
+
+def _inactive(dropout: nn.Dropout) -> bool:
+    return not dropout.training or dropout.p == 0
+
+
+def _has(module: nn.Module, **children: Any) -> bool:
+    return all(
+        isinstance(getattr(module, n, None), nn.Module) and test(getattr(module, n)) for n, test in children.items()
+    )
+
+
+def _takes(module: nn.Module, count: int) -> bool:
+    """Whether the class's forward takes so many positional arguments and nothing else."""
+    import inspect
+
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return len(parameters) == count and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether calling `module` does more than its forward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _lora_delta(layer: Any, x: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
+    """Whether it is known what PEFT's adapters add to a linear layer, and that, ``[rows, out]``; None: nothing."""
+    if not hasattr(layer, "base_layer"):
+        return True, None
+    if not hasattr(layer, "lora_A") or not hasattr(layer, "lora_variant"):
+        return False, None
+    if layer.disable_adapters:
+        return not layer.merged, None  # merged ones PEFT takes out first
+    if layer.merged:
+        return True, None
+    rows, delta = x.reshape(-1, x.shape[-1]), None
+    for name in layer.active_adapters:
+        if name not in layer.lora_A:
+            continue
+        if name in layer.lora_variant:
+            return False, None
+        low = layer.lora_A[name](layer.lora_dropout[name](rows.to(layer.lora_A[name].weight.dtype)))
+        part = layer.lora_B[name](low) * layer.scaling[name]
+        delta = part if delta is None else delta + part
+    return True, None if delta is None else delta.to(x.dtype)
+
+
+def _same(function: Any, reference: Any) -> bool:
+    """Whether an activation is `reference`: its values say it, for the same one has several classes."""
+    x = torch.linspace(-8.0, 8.0, 129)
+    try:
+        return torch.allclose(function(x), reference(x), rtol=1e-5, atol=1e-6)
+    except Exception:  # whatever it is, it is no activation of one tensor
+        return False
+
+
+def _gelu(activation: Any) -> str:
+    return "gelu" if _kind(activation) == "none" else "gelu_tanh"
+
+
+_kinds: dict[str, str | None] = {}
+
+
+def _kind(activation: Any) -> str | None:
+    """ "none", "tanh" or None, by values; known by class from then on."""
+    key = f"{type(activation).__module__}.{type(activation).__qualname__}.{_name_of(activation)}.{activation!r}"
+    if key not in _kinds:
+        exact, tanh = _same(activation, F.gelu), _same(activation, lambda x: F.gelu(x, approximate="tanh"))
+        _kinds[key] = "none" if exact else "tanh" if tanh else None
+    return _kinds[key]
+
+
+def _refused_gelu(activation: Any) -> str | None:
+    return None if _kind(activation) else f"its activation is {_name_of(activation)}; expected GELU, with erf or tanh"
+
+
+def _name_of(activation: Any) -> str:
+    return getattr(activation, "__name__", type(activation).__name__)
+
+
+def _sample(like: torch.Tensor, features: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(features)
+    return torch.randn(4, features, generator=generator).to(like.dtype)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,243 @@
+"""moesaic.hf.fuse on tiny models of transformers: same output, same gradients, what it replaces, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    BertConfig,
+    BertModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    RobertaConfig,
+    RobertaModel,
+    ViTConfig,
+    ViTModel,
+)
+
+import moesaic.hf
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+
+
+def bert(**options: Any) -> nn.Module:
+    return BertModel(BertConfig(vocab_size=50, max_position_embeddings=32, **SMALL, **options))
+
+
+def roberta() -> nn.Module:
+    return RobertaModel(RobertaConfig(vocab_size=50, max_position_embeddings=32, **SMALL))
+
+
+def vit() -> nn.Module:
+    return ViTModel(ViTConfig(image_size=16, patch_size=8, **SMALL))
+
+
+def qwen3_moe() -> nn.Module:
+    """The first layer is dense, the second has experts."""
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=50,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            mlp_only_layers=[0],
+            **SMALL,
+        )
+    )
+
+
+def inputs(model: nn.Module) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(model, ViTModel):
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator).to(model.dtype)}
+    return {"input_ids": torch.randint(3, 50, (2, 11), generator=generator)}
+
+
+def output(model: nn.Module, given: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    return model(**(given or inputs(model)))[0]  # type: ignore[no-any-return]
+
+
+def objective(out: torch.Tensor) -> torch.Tensor:
+    """A norm's own gradient of its squares would be rounding alone."""
+    return (out * torch.sin(torch.arange(out.numel(), dtype=out.dtype)).view_as(out)).sum()
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.detach().double() - expected.detach().double()).norm() / expected.detach().double().norm())
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
+    "bert": (bert, {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1}),
+    "roberta": (roberta, {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1}),
+    "vit": (vit, {"gemm_bias_gelu, gemm_bias": 2, "gemm_bias": 8, "layernorm": 5}),
+    "qwen3_moe": (qwen3_moe, {"gemm, silu_mul, gemm": 1, "gemm_bias": 8, "rmsnorm": 9}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_output_gradients_and_the_way_back(name: str) -> None:
+    make, expected = MODELS[name]
+    model = make().eval()
+    state = list(model.state_dict())
+    stock = output(model)
+    objective(stock).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    report = moesaic.hf.fuse(model)
+    assert Counter(m.operator for m in report.replaced) == expected
+    assert all(m.reason for m in report.kept) and str(report).count("\n") >= len(expected)
+    assert list(model.state_dict()) == state
+    fused = output(model)
+    assert 0 < error(fused, stock) < 1e-5  # not the same bits, so the operators did run
+    objective(fused).backward()
+    for n, p in model.named_parameters():
+        if n in gradients:
+            # That of a key's bias is 0, and rounding in both.
+            torch.testing.assert_close(p.grad, gradients[n], rtol=1e-3, atol=1e-5, msg=n)
+        else:
+            assert p.grad is None, n
+    with torch.no_grad():
+        assert error(output(model), stock) < 1e-5
+    assert moesaic.hf.unfuse(model) == len(report.replaced)
+    assert torch.equal(output(model), stock)
+    assert moesaic.hf.unfuse(model) == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16(name: str) -> None:
+    model = MODELS[name][0]().eval()
+    with torch.no_grad():
+        exact = output(model)
+        model.bfloat16()
+        stock = error(output(model), exact)
+        moesaic.hf.fuse(model)
+        assert error(output(model), exact) < 1.2 * stock  # no further from the truth than the stock model
+
+
+def test_what_is_kept_and_why() -> None:
+    report = moesaic.hf.fuse(bert(hidden_act="relu"))
+    reasons = {m.name: m.reason for m in report.kept}
+    assert "its activation is ReLU" in reasons["encoder.layer.0.intermediate"]
+    assert reasons["pooler.dense"] == "no fused operator matches what it belongs to"
+    report = moesaic.hf.fuse(bert().half())
+    assert not report.replaced and all("float16" in m.reason for m in report.kept if m.class_name == "BertOutput")
+    assert "BertSelfAttention" not in str(moesaic.hf.fuse(bert(), attention=False))
+
+    class Another(nn.Module):
+        """Built like BERT's output layer, and not the same."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.LayerNorm, self.dropout = nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout()
+
+        def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.LayerNorm(self.dense(x)) + residual
+            return out
+
+    (first, *_) = moesaic.hf.fuse(Another()).kept
+    assert "computes something else" in first.reason
+    with pytest.raises(TypeError, match="model is a int"):
+        moesaic.hf.fuse(1)  # type: ignore[arg-type]
+
+
+def test_where_the_stock_forward_runs() -> None:
+    model = bert()
+    layer = model.encoder.layer[0].output
+    moesaic.hf.fuse(model)
+    x, residual = torch.randn(3, 96), torch.randn(3, 64)
+
+    def stock() -> torch.Tensor:
+        out: torch.Tensor = type(layer).forward(layer, x, residual)
+        return out
+
+    model.train()
+    torch.manual_seed(1)
+    expected = stock()
+    torch.manual_seed(1)
+    assert torch.equal(layer(x, residual), expected)  # dropout
+    model.eval()
+    assert not torch.equal(layer(x, residual), stock())
+    assert torch.equal(layer(hidden_states=x, input_tensor=residual), stock())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x, residual), stock())
+    seen: list[int] = []
+    with layer.dense.register_forward_hook(lambda *_: seen.append(1)):
+        assert torch.equal(layer(x, residual), stock())
+    assert len(seen) == 2
+    with pytest.raises(RuntimeError):  # PyTorch's own error for wrong shapes, or the engine's for wrong features
+        layer(x, residual[:2])
+
+
+def test_changed_parameters_are_seen() -> None:
+    model = bert().eval()
+    moesaic.hf.fuse(model)
+    for write in (
+        lambda p: p.data.mul_(2),
+        lambda p: torch.nn.init.normal_(p),
+        lambda p: p.data.copy_(torch.randn_like(p)),
+    ):
+        with torch.no_grad():
+            for parameter in model.encoder.layer[0].parameters():
+                write(parameter)
+            fused = output(model)
+            moesaic.hf.unfuse(model)
+            assert error(fused, output(model)) < 1e-5
+            moesaic.hf.fuse(model)
+
+
+def test_copies_and_pickles_are_fused_models_of_their_own() -> None:
+    model = bert().eval()
+    moesaic.hf.fuse(model)
+    with torch.no_grad():
+        expected = output(model)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(output(other), expected)
+            other.encoder.layer[0].output.dense.weight.zero_()
+            assert not torch.equal(output(other), expected)
+            assert torch.equal(output(model), expected)
+            assert moesaic.hf.unfuse(other) > 0
+
+
+@pytest.mark.parametrize("fused_first", [True, False])
+def test_lora(fused_first: bool) -> None:
+    peft = pytest.importorskip("peft")
+    model = bert().eval()
+    if fused_first:
+        moesaic.hf.fuse(model)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["dense", "query"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    if not fused_first:
+        moesaic.hf.fuse(adapted)
+    given = inputs(model)
+    objective(output(adapted, given)).backward()
+    gradients = {n: p.grad.clone() for n, p in adapted.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        fused = output(adapted, given)
+        with adapted.disable_adapter():
+            without = output(adapted, given)
+        adapted.merge_adapter()
+        merged = output(adapted, given)
+        adapted.unmerge_adapter()
+    moesaic.hf.unfuse(adapted)
+    adapted.zero_grad()
+    stock = output(adapted, given)
+    objective(stock).backward()
+    assert 0 < error(fused, stock) < 1e-5 and error(merged, stock) < 1e-5
+    assert set(gradients) == {n for n, p in adapted.named_parameters() if p.grad is not None} and len(gradients) > 8
+    for n, p in adapted.named_parameters():
+        if n in gradients:
+            torch.testing.assert_close(gradients[n], p.grad, rtol=1e-3, atol=1e-5, msg=n)
+    with torch.no_grad(), adapted.disable_adapter():
+        assert error(without, output(adapted, given)) < 1e-5
