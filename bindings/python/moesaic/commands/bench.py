@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.commands import gemm_bench, options, pool_bench, profiling_bench, step_bench
+from moesaic.commands import fused_bench, gemm_bench, options, pool_bench, profiling_bench, step_bench
 from moesaic.commands.output import Tables, UsageError, format_bytes, print_json, stdout_for_json
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def add_parser(commands: Any) -> None:
     _add_layer_options(layer)
     layer.set_defaults(run=run_layer)
     gemm_bench.add_parser(benches)
+    fused_bench.add_parser(benches)
     pool_bench.add_parser(benches)
     step_bench.add_parser(benches)
     profiling_bench.add_parser(benches)

@@ -1,0 +1,239 @@
+"""`moesaic bench fused`: fused dense layers beside PyTorch eager, torch.compile and oneDNN with post-ops."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesaic.commands import options
+from moesaic.commands.output import Tables, print_json, stdout_for_json
+
+if TYPE_CHECKING:
+    from moesaic.commands.fused_case import Case
+
+SCHEMA = 1
+PEERS = ("torch", "compile", "onednn")
+BOUND = {"bf16": 5e-3, "fp32": 1e-6}
+
+_DESCRIPTION = """\
+Times the fused operators on the layers of an encoder (attention output and both FFN layers of each hidden size, on 16 x
+512 rows), on odd shapes (hidden 770, 16 x 511 rows), norms, and silu_mul, under no_grad. Engine and peers take turns on
+one set of inputs; ratio: the peer's median over moesaic's. torch: eager; compile: torch.compile with frozen weights;
+onednn: the oneDNN inside PyTorch on weights that it packed before, GELU and residual as post-ops, a norm behind them.
+of limit: the larger of flops / compute ceiling and bytes read and written / read bandwidth, over the time; ceilings are
+probed before and after each repetition, and one whose probes differ by more than 10% does not count. odd over aligned:
+flops a second of hidden 770 over those of 768. Results are compared with PyTorch in double precision on 256 rows first;
+exits 1 if one is wrong."""
+
+
+def add_parser(benches: Any) -> None:
+    """Adds the command to those of `bench`."""
+    parser = benches.add_parser("fused", help="fused dense layers, norms and gates", description=_DESCRIPTION)
+    parser.add_argument("--batch", type=options.positive, default=16, metavar="B", help="sequences (default 16)")
+    parser.add_argument("--tokens", type=options.positive, default=512, metavar="S", help="of one (default 512)")
+    parser.add_argument(
+        "--hidden",
+        type=options.several(options.positive),
+        default=[768, 1024],
+        metavar="H[,H...]",
+        help="default 768,1024",
+    )
+    parser.add_argument("--dtype", choices=tuple(BOUND), default="bf16", help="default bf16")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name holds it")
+    parser.add_argument(
+        "--silu-batch",
+        type=options.several(options.positive),
+        default=[1, 8],
+        metavar="B[,B...]",
+        help="silu_mul at (1, 1024, 1024), (8, 2048, 4096), (16, 2048, 8192), (32, 4096, 8192), by the first "
+        "(default 1,8: the others take 1.6 and 6.4 GB in bf16)",
+    )
+    parser.add_argument("--threads", type=options.threads, metavar="N", help="default: as the engine chooses")
+    parser.add_argument("--warmup", type=options.non_negative, default=2, metavar="W", help="default 2")
+    parser.add_argument("--reps", type=options.positive, default=10, metavar="R", help="default 10")
+    parser.add_argument("--peers", default="", metavar="NAME[,NAME...]", help="torch, compile, onednn; all")
+    parser.add_argument(
+        "--archive",
+        nargs="?",
+        const=Path("profile_runs"),
+        type=Path,
+        metavar="FOLDER",
+        help="also keep the run in FOLDER/<time>_fused (default profile_runs): bench.json, table.txt, and run.json, a "
+        "profile of each case once, for `moesaic profile diff`",
+    )
+    options.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; 0, or 1 if a result is wrong.
+
+    Raises:
+        UsageError: an unknown peer, or no case.
+    """
+    import torch
+
+    import moesaic
+    from moesaic.commands import fused_case
+    from moesaic.commands.output import UsageError
+
+    names = PEERS if args.peers == "all" else tuple(filter(None, args.peers.split(",")))
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise UsageError(f"--peers has '{unknown[0]}'; expected {', '.join(PEERS)} or all")
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    cases = [
+        case
+        for case in fused_case.cases(args.batch, args.tokens, args.hidden, args.silu_batch, dtype)
+        if args.only in case.name
+    ]
+    if not cases:
+        raise UsageError(f"--only '{args.only}' leaves no case")
+    if args.threads:
+        moesaic.set_num_threads(args.threads)
+        torch.set_num_threads(args.threads)
+    with stdout_for_json(args.json), torch.no_grad():
+        document = measure(cases, names, args.warmup, args.reps, args.dtype, options.progress())
+        if args.archive is not None:
+            document["archive"] = str(_archive(args.archive, document, cases))
+    if args.json:
+        print_json(document)
+    else:
+        _show(document)
+    return 0 if all(case["verified"] <= BOUND[args.dtype] for case in document["cases"]) else 1
+
+
+def measure(
+    cases: Sequence[Case],
+    peers: Sequence[str],
+    warmup: int,
+    reps: int,
+    dtype: str,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measures and returns the document that --json prints."""
+    import moesaic
+    from moesaic import _core
+    from moesaic.commands.measure import CeilingProbe
+
+    isa, threads = moesaic.isa(), moesaic.get_num_threads()
+    probe = CeilingProbe(isa, threads)
+    rows = []
+    for case in cases:
+        progress(case.name)
+        rows.append(_measure_case(case, peers, warmup, reps, probe))
+    _relate_odd(rows)
+    return {
+        "schema": SCHEMA,
+        "host": {"cpu": _core.cpu_name(), "isa": isa, "threads": threads},
+        "dtype": dtype,
+        "cases": rows,
+    }
+
+
+def _measure_case(case: Case, peers: Sequence[str], warmup: int, reps: int, probe: Any) -> dict[str, Any]:
+    from moesaic.commands.measure import PROBE_TOLERANCE, summary
+
+    inputs = case.inputs()
+    engine = inputs.engine
+    row: dict[str, Any] = {"name": case.name, "rows": case.rows, "n": case.n, "k": case.k, "peers": {}}
+    row |= {"flops": case.flops, "bytes": case.bytes, "verified": inputs.error()}
+    calls: dict[str, Callable[[], object]] = {"moesaic": engine}
+    for name in peers:
+        peer = inputs.peer(name)
+        if isinstance(peer, str):
+            row["peers"][name] = {"unavailable": peer}
+        else:
+            calls[name] = peer
+    for call in calls.values():
+        for _ in range(warmup):
+            call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    fractions, dropped = [], 0
+    for _ in range(reps):
+        for name, call in calls.items():
+            before = probe.measure() if name == "moesaic" else None
+            start = time.perf_counter()
+            call()
+            times[name].append((time.perf_counter() - start) * 1e3)
+            if before is None:
+                continue
+            after = probe.measure()
+            limits = [ceiling.limit_ms(case.flops, case.bytes) for ceiling in (before, after)]
+            if abs(limits[0] - limits[1]) <= PROBE_TOLERANCE * max(limits):
+                fractions.append(statistics.fmean(limits) / times[name][-1])
+            else:
+                dropped += 1
+    row["moesaic"] = {"ms": summary(times["moesaic"]), "dropped": dropped}
+    row["moesaic"]["fraction_of_limit"] = statistics.median(fractions) if fractions else None
+    middle = row["moesaic"]["ms"]["median"]
+    for name in calls:
+        if name != "moesaic":
+            values = summary(times[name])
+            row["peers"][name] = {"ms": values, "ratio": values["median"] / middle}
+    if case.name.startswith("silu_mul"):
+        row["peak_bytes"] = inputs.peak_bytes()
+    return row
+
+
+def _relate_odd(rows: list[dict[str, Any]]) -> None:
+    speed = {row["name"]: row["flops"] / row["moesaic"]["ms"]["median"] for row in rows}
+    for row in rows:
+        aligned = row["name"].replace("770", "768")
+        if aligned != row["name"] and aligned in speed:
+            row["odd_over_aligned"] = speed[row["name"]] / speed[aligned]
+
+
+def _archive(folder: Path, document: dict[str, Any], cases: Sequence[Case]) -> Path:
+    import contextlib
+    import io
+
+    import moesaic
+
+    run_folder = folder / f"{datetime.datetime.now():%Y%m%d_%H%M%S}_fused"
+    run_folder.mkdir(parents=True)
+    (run_folder / "bench.json").write_text(json.dumps(document, indent=2) + "\n")
+    table = io.StringIO()
+    with contextlib.redirect_stdout(table):
+        _show(document)
+    (run_folder / "table.txt").write_text(table.getvalue())
+    engines = [case.inputs().engine for case in cases]
+    with moesaic.profile() as p:
+        for engine in engines:
+            engine()
+    p.save(str(run_folder / "run.json"))
+    return run_folder
+
+
+def _show(document: dict[str, Any]) -> None:
+    host, bound = document["host"], BOUND[document["dtype"]]
+    tables = Tables()
+    tables.heading(f"{host['cpu']}, {host['isa']}, {host['threads']} threads, {document['dtype']}")
+    names = sorted({name for row in document["cases"] for name in row["peers"]}, key=PEERS.index)
+    rows, notes = [], []
+    for row in document["cases"]:
+        fraction = row["moesaic"]["fraction_of_limit"]
+        cells = [row["name"], f"{row['moesaic']['ms']['median']:,.3f}", "-" if fraction is None else f"{fraction:.2f}"]
+        for name in names:
+            ratio = row["peers"][name].get("ratio")
+            cells.append("-" if ratio is None else f"{ratio:.2f}x")
+        odd = row.get("odd_over_aligned")
+        cells += ["-" if odd is None else f"{odd:.2f}", f"{row['verified']:.1e}"]
+        rows.append(cells)
+        notes += [f"{name}: {peer['unavailable']}" for name, peer in row["peers"].items() if "unavailable" in peer]
+        if "peak_bytes" in row:
+            notes.append(f"{row['name']}: {row['peak_bytes'] / 2**20:,.0f} MiB at the peak, input and result")
+        if row["verified"] > bound:
+            notes.append(f"{row['name']}: WRONG, relative L2 {row['verified']:.1e}; the bound is {bound:.0e}")
+    header = ["", "ms", "of limit", *(f"vs {name}" for name in names), "odd over aligned", "error"]
+    tables.table("Fused operators", header, rows)
+    for note in dict.fromkeys(notes):
+        tables.line(note)
+    if "archive" in document:
+        tables.line(f"kept in {document['archive']}")

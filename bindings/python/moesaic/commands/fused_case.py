@@ -1,0 +1,202 @@
+"""What `bench fused` computes: the cases, their inputs, and the same by others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import moesaic
+from moesaic.commands import onednn
+from moesaic.nn import PackedLinear, functional
+
+#: (batch, tokens, intermediate) of silu_mul.
+SILU_SHAPES = ((1, 1024, 1024), (8, 2048, 4096), (16, 2048, 8192), (32, 4096, 8192))
+_EPS = 1e-12
+_VERIFIED_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator on one shape: `rows` x `k` to `rows` x `n`."""
+
+    name: str
+    kind: str  #: "add_layernorm", "gelu", "layernorm", "rmsnorm", "silu_mul"
+    rows: int
+    n: int
+    k: int
+    dtype: torch.dtype
+
+    @property
+    def has_gemm(self) -> bool:
+        """Whether it multiplies."""
+        return self.kind in ("add_layernorm", "gelu")
+
+    @property
+    def flops(self) -> int:
+        """Of the GEMM."""
+        return 2 * self.rows * self.n * self.k if self.has_gemm else 0
+
+    @property
+    def bytes(self) -> int:
+        """Input, weights, residual and result, each once."""
+        values = self.rows * (self.k + self.n)
+        if self.has_gemm:
+            values += self.n * self.k
+        if self.kind == "add_layernorm":
+            values += self.rows * self.n
+        return values * self.dtype.itemsize
+
+    def inputs(self) -> Inputs:
+        """The same ones every time."""
+        return Inputs(self)
+
+
+def cases(
+    batch: int, tokens: int, hidden: Sequence[int], silu_batches: Sequence[int], dtype: torch.dtype
+) -> list[Case]:
+    """The layers of an encoder of each size, odd shapes, norms and gates."""
+    rows = batch * tokens
+    found = []
+    for h in hidden:
+        found += [
+            Case(f"attention output {h}", "add_layernorm", rows, h, h, dtype),
+            Case(f"FFN 1 {h}", "gelu", rows, 4 * h, h, dtype),
+            Case(f"FFN 2 {h}", "add_layernorm", rows, h, 4 * h, dtype),
+        ]
+    odd = batch * max(1, tokens - 1)
+    found += [
+        Case("attention output 770", "add_layernorm", odd, 770, 770, dtype),
+        Case("FFN 2 770", "add_layernorm", odd, 770, 4 * 770, dtype),
+        Case(f"layernorm {hidden[0]}", "layernorm", rows, hidden[0], hidden[0], dtype),
+        Case(f"rmsnorm {hidden[0]}", "rmsnorm", rows, hidden[0], hidden[0], dtype),
+    ]
+    for b, s, i in SILU_SHAPES:
+        if b in silu_batches:
+            found.append(Case(f"silu_mul ({b}, {s}, {i})", "silu_mul", b * s, i, 2 * i, dtype))
+    return found
+
+
+class Inputs:
+    """Tensors of a case, the engine's call and the others'."""
+
+    def __init__(self, case: Case) -> None:
+        generator = torch.Generator().manual_seed(1)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(case.dtype)
+
+        self.case = case
+        self.x = normal(case.rows, case.k)
+        if case.has_gemm:
+            self.weight = (normal(case.n, case.k) / case.k**0.5).to(case.dtype)
+            self.bias = normal(case.n)
+            self.packed = PackedLinear(self.weight, self.bias)
+        if case.kind == "add_layernorm":
+            self.residual = normal(case.rows, case.n)
+        self.gamma, self.beta = normal(case.n), normal(case.n)
+
+    def engine(self, rows: int | None = None) -> torch.Tensor:
+        """The engine's result, of the first `rows` rows."""
+        x = self.x[:rows]
+        if self.case.kind == "add_layernorm":
+            residual = self.residual[:rows]
+            return functional.gemm_bias_add_layernorm(x, self.packed, residual, self.gamma, self.beta, _EPS)
+        if self.case.kind == "gelu":
+            return functional.gemm_bias_gelu(x, self.packed)
+        if self.case.kind == "layernorm":
+            return functional.layernorm(x, self.gamma, self.beta)
+        if self.case.kind == "rmsnorm":
+            return functional.rmsnorm(x, self.gamma)
+        return functional.silu_mul(x)
+
+    def error(self) -> float:
+        """Relative L2 of the first rows against double precision."""
+        given = {name: value.double() for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        for name in ("x", "residual"):
+            if name in given:
+                given[name] = given[name][:_VERIFIED_ROWS]
+        expected = self._reference(**given)
+        got = self.engine()[:_VERIFIED_ROWS].double()
+        return float((got - expected).norm() / expected.norm())
+
+    def peak_bytes(self) -> int:
+        """The input, and the most that the engine's call takes beside it."""
+        before = moesaic.memory_stats()["in_use_bytes"]
+        out = self.engine()
+        return self.x.nbytes + moesaic.memory_stats()["in_use_bytes"] - before + 0 * out.numel()
+
+    def peer(self, name: str) -> Callable[[], object] | str:
+        """A call that computes the same; or why there is none."""
+        given = {key: value for key, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        if name == "torch":
+            return lambda: self._reference(**given)
+        if name == "compile":
+            return self._compiled(given)
+        return self._onednn()
+
+    def _reference(self, x: torch.Tensor, **t: torch.Tensor) -> torch.Tensor:
+        return _compute(self.case.kind, self.case.n, x, t)
+
+    def _compiled(self, given: dict[str, torch.Tensor]) -> Callable[[], object] | str:
+        module = _Module(self.case.kind, self.case.n, given).eval()
+        activations = [given[name] for name in ("x", "residual") if name in given]
+        compiled = torch.compile(module, options={"freezing": True})
+        try:
+            compiled(*activations)
+        except Exception as error:  # whatever a compiler that is missing or fails raises
+            return f"torch.compile failed: {str(error).splitlines()[0][:120]}"
+        return lambda: compiled(*activations)
+
+    def _onednn(self) -> Callable[[], object] | str:
+        if not self.case.has_gemm:
+            return "oneDNN is compared where there is a product"
+        reason = onednn.unavailable()
+        if reason is not None:
+            return reason
+        dtype = onednn.dtype() if self.case.dtype == torch.bfloat16 else torch.float32
+        x, bias = self.x.to(dtype), self.bias.to(dtype)
+        gamma, beta = self.gamma.to(dtype), self.beta.to(dtype)
+        packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.to(dtype).contiguous(), self.case.rows)
+        if self.case.kind == "gelu":
+            return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "gelu", [], "none")
+        residual = self.residual.to(dtype)
+
+        def add_layernorm() -> torch.Tensor:
+            total = torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add")
+            return F.layer_norm(total, (self.case.n,), gamma, beta, _EPS)
+
+        return add_layernorm
+
+
+class _Module(torch.nn.Module):
+    """The case as a module, whose weights torch.compile may freeze."""
+
+    def __init__(self, kind: str, n: int, given: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.kind, self.n = kind, n
+        self.names = [name for name in given if name not in ("x", "residual")]
+        for name in self.names:
+            self.register_parameter(name, torch.nn.Parameter(given[name], requires_grad=False))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        tensors = {name: getattr(self, name) for name in self.names}
+        if residual is not None:
+            tensors["residual"] = residual
+        return _compute(self.kind, self.n, x, tensors)
+
+
+def _compute(kind: str, n: int, x: torch.Tensor, t: dict[str, torch.Tensor]) -> torch.Tensor:
+    """As PyTorch has it."""
+    if kind == "add_layernorm":
+        total = F.linear(x, t["weight"], t["bias"]) + t["residual"]
+        return F.layer_norm(total, (n,), t["gamma"], t["beta"], _EPS)
+    if kind == "gelu":
+        return F.gelu(F.linear(x, t["weight"], t["bias"]))
+    if kind == "layernorm":
+        return F.layer_norm(x, (n,), t["gamma"], t["beta"], 1e-5)
+    if kind == "rmsnorm":
+        return F.rms_norm(x, (n,), t["gamma"], 1e-6)
+    return F.silu(x[:, :n]) * x[:, n:]
