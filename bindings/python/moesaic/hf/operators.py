@@ -134,7 +134,7 @@ class Operator:
 
     def _pack(self, key: str, bases: list[nn.Linear]) -> PackedLinear:
         weights: list[torch.Tensor] = [base.weight for base in bases]
-        biases = [base.bias for base in bases]
+        biases: list[torch.Tensor] = [base.bias for base in bases]
         bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
             return PackedLinear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
