@@ -107,10 +107,8 @@ def test_wrong_usage_and_a_wrong_result(capsys: pytest.CaptureFixture[str], monk
 def test_the_encoder_example() -> None:
     pytest.importorskip("transformers")
     small = ["--batch", "2", "--tokens", "16", "--layers", "2", "--hidden", "128", "--reps", "1", "--dtype", "fp32"]
-    for more in ([], ["--train"]):
-        done = subprocess.run(
-            [sys.executable, str(EXAMPLE), *small, *more], capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "gemm_bias_add_layernorm" in done.stdout and "tokens/s" in done.stdout
-        assert ("backward_gemm" in done.stdout) == bool(more)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), *small, "--train"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gemm_bias_add_layernorm" in done.stdout and "tokens/s" in done.stdout and "backward_gemm" in done.stdout
