@@ -192,7 +192,7 @@ void Executor::Stop() {
 void Executor::Work(int index, int worker) {
   const WorkerFrame frame(pool_, worker);
   Lane& lane = lanes_[index];
-  if (timed_) profiling::SetThreadLane(index);
+  if (timed_ || profiling::nvtx::Active()) profiling::SetThreadLane(index);
   if (job_.is_range()) {
     lane.clock.Enter(LaneClock::kBusy);
     const std::int64_t end = job_.size();

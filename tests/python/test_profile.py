@@ -60,6 +60,30 @@ def test_times_add_up(recorded: doc.Document) -> None:
     assert all(row["fraction_of_ceiling"] for row in recorded["phases"] if row["flops"] > 0)
 
 
+def test_phases_of_each_layer() -> None:
+    def backward_of(lora: bool) -> None:
+        exec(
+            PROGRAM.replace("for _ in range(6)", "for _ in range(1)").replace(", lora)", ", lora)" if lora else ")"), {}
+        )
+
+    with moesaic.profile(trace=True) as profile:
+        backward_of(lora=True)
+        backward_of(lora=False)  # the second step, and the one that is traced
+    rows = {(row["layer"], row["kind"]): row for row in profile.document()["layers"]}
+    (first, second) = sorted({layer for layer, _ in rows})
+    assert rows[first, "forward"]["phases"] == {}, "its step was not traced"
+    forward, backward = (rows[second, kind]["phases"] for kind in ("forward", "backward"))
+    assert {"routing", "gate_up_gemm", "merge"} <= set(forward) and "D3_gemm" not in forward
+    assert "D3_gemm" in backward and "gate_up_gemm" not in backward
+    assert not {"gate_up_lora", "forward", "backward_down"} & {*forward, *backward}
+    step = profile.document()["steps"][1]["phases"]
+    for name, ms in {**forward, **backward}.items():
+        assert ms == pytest.approx(step[name], rel=1e-3, abs=2e-3), name
+    with moesaic.profile() as without_trace:
+        backward_of(lora=True)
+    assert all(row["phases"] is None for row in without_trace.document()["layers"])
+
+
 def test_the_trace_gives_the_totals_of_the_timers(recorded: doc.Document, tmp_path: Path) -> None:
     schema = pytest.importorskip(
         "perfetto.protos.perfetto.trace.perfetto_trace_pb2", reason="needs the perfetto package for the trace's schema"

@@ -204,12 +204,14 @@ class Profile:
             "system": difference(end["system"], self._first_mark["system"]),
             "trace": None,
         }
+        recorded: list[_core.ThreadTrace] = []
+        names = [key_of(row) for row in rows]
         if self._trace and not self._nested:
             recorded = self._kept_trace if self._traced_ms is not None else _core.read_trace()
-            names = [key_of(row) for row in rows]
             document["trace"] = doc.trace_of(recorded, names, self._began_ns)
             begin_ms, end_ms = self._traced_ms or (0.0, document["wall_ms"])
             document["trace"].update(begin_ms=begin_ms, end_ms=end_ms)
+        doc.add_layer_phases(document["layers"], calls, recorded, names)
         return document
 
     def _phase(self, row: _core.RangeStats, threads: int) -> Phase:

@@ -302,9 +302,33 @@ def print_document(document: doc.Document) -> None:
                 if row["calls"] > 0
             ],
         )
+    _print_layers(tables, document)
     steady = [step for step in document["steps"] if not step["first"]]
     rows = []
     for name, value in document["system"].items():
         steps = [step["system"][name] for step in steady if step["system"].get(name) is not None]
         rows.append((name.replace("_", " "), _cell(value, 0), _cell(statistics.median(steps) if steps else None, 0)))
     tables.table("operating system", ("", "whole run", "a steady step, median"), rows)
+
+
+def _print_layers(tables: Tables, document: doc.Document) -> None:
+    """A row for each layer and direction; nothing of a run with one layer, whose calls stand above."""
+    if len({row["layer"] for row in document["layers"]}) < 2:
+        return
+    rows = []
+    for row in document["layers"]:
+        phases = row.get("phases") or {}
+        longest = max(phases, key=lambda name: phases[name], default=None)
+        rows.append(
+            (
+                str(row["layer"]),
+                row["kind"],
+                str(row["calls"]),
+                _cell(row["first_ms"]),
+                *(_cell(row["wall_ms"][key]) for key in ("median", "max")),
+                "-" if row["busy_fraction"] is None else f"{100 * row['busy_fraction']:.0f}%",
+                "-" if longest is None else f"{longest}, {phases[longest]:.2f}",
+            )
+        )
+    title = ("layer", "", "calls", "first ms", "median ms", "max", "busy", "longest phase of a step, thread ms")
+    tables.table("layers", title, rows)

@@ -5,6 +5,7 @@ docs/PROFILING.md describes every field. Times are milliseconds, unless the name
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 import statistics
@@ -20,6 +21,7 @@ __all__ = [
     "Document",
     "ProfileError",
     "account",
+    "add_layer_phases",
     "call_summary",
     "is_leaf",
     "load",
@@ -155,6 +157,30 @@ def by_layer(calls: Sequence[CallRecord]) -> list[dict[str, Any]]:
         }
         for _, row in sorted(rows.items())
     ]
+
+
+def add_layer_phases(
+    layers: Sequence[dict[str, Any]],
+    calls: Sequence[CallRecord],
+    threads: Sequence[ThreadTrace],
+    ranges: Sequence[str],
+) -> None:
+    """Gives each row of `by_layer` its ``phases``: thread ms by phase in the traced step, which are None without a
+    trace. Callers are served in turn, so that an event belongs to the call that was in the engine then."""
+    ordered = sorted(calls, key=lambda call: call["engine_begin_ns"])
+    begins = [call["engine_begin_ns"] for call in ordered]
+    sums: dict[tuple[int, str], dict[str, float]] = {}
+    for thread in threads:
+        for kind, begin, end, what, *_ in thread["events"]:
+            if EVENT_KINDS[kind] != "range" or not is_leaf(ranges[what].rpartition("/")[2]):
+                continue
+            place = bisect.bisect_right(begins, begin) - 1
+            if place < 0 or begin > ordered[place]["engine_end_ns"]:
+                continue
+            phases = sums.setdefault((ordered[place]["layer"], ordered[place]["kind"]), {})
+            phases[ranges[what]] = phases.get(ranges[what], 0.0) + (end - begin) / 1e6
+    for row in layers:
+        row["phases"] = sums.get((row["layer"], row["kind"]), {}) if threads else None
 
 
 def trace_of(threads: Sequence[ThreadTrace], ranges: Sequence[str], origin_ns: int) -> Document:
