@@ -362,7 +362,8 @@ def test_answers_are_kept_by_machine_threads_and_version(tmp_path, machine, capl
     with caplog.at_level(logging.DEBUG, "moesaic.perf"):
         answer = first.evaluate(shape)
         again = GemmEvaluator(machine, cache=perf.Cache(tmp_path))
-        assert again.evaluate(shape) == dataclasses.replace(answer, parts=again.evaluate(shape).parts)
+        assert again.evaluate(shape) == answer  # the same numbers, cold or warm
+        again.evaluate(shape)
     assert [r.message.split()[0] for r in caplog.records] == ["miss", "hit"]
     assert again.candidates == 0 and again.cache.stats().hits == 2
     others = [

@@ -278,10 +278,9 @@ def _estimate(row: tuple[Any, ...], form: str, source: str) -> GemmEstimate:
 
 def _to_json(answer: GemmEstimate) -> list[Any]:
     configuration = answer.configuration
-    parts = [float(f"{answer.parts[name]:.6g}") for name in PARTS]
     return [
         answer.milliseconds,
-        parts,
+        [answer.parts[name] for name in PARTS],
         answer.bound,
         [configuration.form, *configuration.as_tuple()],
         answer.candidates,
