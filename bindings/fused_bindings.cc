@@ -1,6 +1,7 @@
 #include "bindings/fused_bindings.h"
 
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -32,6 +33,17 @@ Norm NormOf(const std::string& name) {
   if (name == "layernorm") return Norm::kLayerNorm;
   if (name == "rmsnorm") return Norm::kRmsNorm;
   throw std::invalid_argument("norm is \"" + name + "\"; expected \"none\", \"layernorm\" or \"rmsnorm\"");
+}
+
+/// Without the Python lock; PyTorch may be used again afterwards.
+template <typename Body>
+void Compute(UsesTorch& torch, Body body) {
+  torch.End();
+  {
+    const Unlocked unlocked;
+    body();
+  }
+  torch.Begin();
 }
 
 TensorView OptionalView(const py::object& object, const char* name) {
@@ -71,6 +83,7 @@ void CheckRank(const TensorView& view, const char* name) {
 py::tuple Linear(const py::object& x, const PackedMatrix* weight, bool transposed, const py::object& bias,
                  const py::object& addend, const std::string& activation, const py::object& residual, const std::string& norm,
                  const py::object& gamma, const py::object& beta, float epsilon, bool save, const py::object& out) {
+  UsesTorch torch;
   fused::LinearArgs args;
   args.x = ViewOf(x, {"x"}, kTypes);
   CheckRank(args.x, "x");
@@ -102,15 +115,13 @@ py::tuple Linear(const py::object& x, const PackedMatrix* weight, bool transpose
     inverse_std = OutputTensor::Contiguous(DType::kFloat32, rows, 1);
     args.inverse_std = static_cast<float*>(inverse_std.data());
   }
-  {
-    const Unlocked unlocked;
-    fused::Linear(args, Pool::Default());
-  }
+  Compute(torch, [&] { fused::Linear(args, Pool::Default()); });
   return py::make_tuple(out.is_none() ? fresh.ToTorch() : out, pre.ToTorch(), normalized.ToTorch(), inverse_std.ToTorch());
 }
 
 py::tuple NormBackward(const std::string& norm, const py::object& d_out, const py::object& normalized,
                        const py::object& inverse_std, const py::object& gamma) {
+  UsesTorch torch;
   fused::NormGradArgs args;
   args.norm = NormOf(norm);
   args.d_out = ViewOf(d_out, {"d_out"}, kTypes);
@@ -124,26 +135,22 @@ py::tuple NormBackward(const std::string& norm, const py::object& d_out, const p
   args.d_in = d_in.view();
   args.d_gamma = static_cast<float*>(d_gamma.data());
   args.d_beta = static_cast<float*>(d_beta.data());
-  {
-    const Unlocked unlocked;
-    fused::NormGrad(args, Pool::Default());
-  }
+  Compute(torch, [&] { fused::NormGrad(args, Pool::Default()); });
   return py::make_tuple(d_in.ToTorch(), d_gamma.ToTorch(), d_beta.ToTorch());
 }
 
 py::object ActivationBackward(const std::string& activation, const py::object& d_out, const py::object& pre) {
+  UsesTorch torch;
   const TensorView d_out_view = ViewOf(d_out, {"d_out"}, kTypes), pre_view = ViewOf(pre, {"pre"}, kTypes);
   CheckRank(d_out_view, "d_out");
   const Activation kind = ActivationOf(activation);
   OutputTensor d_pre = OutputTensor::Contiguous(d_out_view.dtype, d_out_view.shape[0], d_out_view.shape[1]);
-  {
-    const Unlocked unlocked;
-    fused::ActivationGrad(kind, d_out_view, pre_view, d_pre.view(), Pool::Default());
-  }
+  Compute(torch, [&] { fused::ActivationGrad(kind, d_out_view, pre_view, d_pre.view(), Pool::Default()); });
   return d_pre.ToTorch();
 }
 
 py::object SiluMul(const py::object& x, const py::object& out) {
+  UsesTorch torch;
   const TensorView view = ViewOf(x, {"x"}, kTypes);
   CheckRank(view, "x");
   OutputTensor fresh;
@@ -153,21 +160,16 @@ py::object SiluMul(const py::object& x, const py::object& out) {
   } else {
     out_view = ViewOf(out, {"out"}, kTypes);
   }
-  {
-    const Unlocked unlocked;
-    fused::SiluMulRows(view, out_view, Pool::Default());
-  }
+  Compute(torch, [&] { fused::SiluMulRows(view, out_view, Pool::Default()); });
   return out.is_none() ? fresh.ToTorch() : out;
 }
 
 py::object SiluMulBackward(const py::object& d_out, const py::object& x) {
+  UsesTorch torch;
   const TensorView d_out_view = ViewOf(d_out, {"d_out"}, kTypes), view = ViewOf(x, {"x"}, kTypes);
   CheckRank(view, "x");
   OutputTensor d_x = OutputTensor::Contiguous(view.dtype, view.shape[0], view.shape[1]);
-  {
-    const Unlocked unlocked;
-    fused::SiluMulGrad(d_out_view, view, d_x.view(), Pool::Default());
-  }
+  Compute(torch, [&] { fused::SiluMulGrad(d_out_view, view, d_x.view(), Pool::Default()); });
   return d_x.ToTorch();
 }
 
@@ -177,7 +179,9 @@ void BindFused(py::module_& module) {
   using py::arg;
   py::class_<PackedMatrix>(module, "PackedMatrix")
       .def(py::init([](const py::object& weight) {
+             UsesTorch torch;
              const TensorView view = ViewOf(weight, {"weight"}, kTypes);
+             torch.End();
              const Unlocked unlocked;
              return std::make_unique<PackedMatrix>(view, Pool::Default());
            }),
@@ -189,7 +193,9 @@ void BindFused(py::module_& module) {
       .def(
           "unpack",
           [](const PackedMatrix& self, const py::object& weight) {
+            UsesTorch torch;
             const TensorView view = ViewOf(weight, {"weight"}, kTypes);
+            torch.End();
             const Unlocked unlocked;
             self.Unpack(view, Pool::Default());
           },

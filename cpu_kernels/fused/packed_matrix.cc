@@ -23,20 +23,21 @@ MatrixView Transposed(const TensorView& weight) {
   return {weight.data, weight.dtype, weight.shape[1], weight.shape[0], weight.stride[1], weight.stride[0]};
 }
 
-const TensorView& Checked(const TensorView& weight) {
+/// The type of a weight that can be packed.
+DType CheckedType(const TensorView& weight) {
   if (weight.rank != 2 || weight.shape[0] == 0 || weight.shape[1] == 0) {
     throw std::invalid_argument("weight has shape " + ShapeText(weight) + "; expected [N, K], neither of them 0");
   }
   if (weight.dtype != DType::kBFloat16 && weight.dtype != DType::kFloat32) {
     throw std::invalid_argument("weight is neither bfloat16 nor float32; expected one of these");
   }
-  return weight;
+  return weight.dtype;
 }
 
 }  // namespace
 
 PackedMatrix::PackedMatrix(const TensorView& weight, threadpool::Pool& pool)
-    : dtype_(Checked(weight).dtype), rows_(weight.shape[0]), columns_(weight.shape[1]) {
+    : dtype_(CheckedType(weight)), rows_(weight.shape[0]), columns_(weight.shape[1]) {
   if (dtype_ == DType::kBFloat16) {
     tiles_ = TileMatrix::Weights(nullptr, columns_, rows_);
     data_ = AlignedBuffer(tiles_.size() * static_cast<std::int64_t>(sizeof(BFloat16)));

@@ -440,7 +440,7 @@ TEST(FusedLayerTest, SameBitsForEveryDivision) {
       args.epsilon = 1e-12f;
       args.out = results.back().view();
       fused::Linear(args, pool);
-      const auto bytes = static_cast<std::size_t>(333 * 290 * SizeOf(dtype));
+      const std::size_t bytes = std::size_t{333} * 290 * static_cast<std::size_t>(SizeOf(dtype));
       ASSERT_EQ(std::memcmp(results.back().data(), results.front().data(), bytes), 0) << threads << " threads";
     }
   }
