@@ -38,7 +38,7 @@ using threadpool::Topology;
 /// What the guest was started with; absent: not checked.
 int Expected(const char* variable, int otherwise) {
   const char* value = std::getenv(variable);
-  return value == nullptr ? otherwise : std::atoi(value);
+  return value == nullptr ? otherwise : static_cast<int>(std::strtol(value, nullptr, 10));
 }
 
 bool BindingIsDenied() { return std::getenv("MOESAIC_TEST_DENY_MBIND") != nullptr; }
