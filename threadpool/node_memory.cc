@@ -44,8 +44,9 @@ NodeMemory::NodeMemory(std::int64_t bytes, int os_node) : bytes_(bytes) {
   const auto offset =
       static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(mapping) % static_cast<std::uint64_t>(alignment));
   data_ = static_cast<char*>(mapping) + (offset == 0 ? 0 : alignment - offset);
-  // Advice only, both.
-  if (bytes >= kHugePage) madvise(data_, static_cast<std::size_t>(rounded), MADV_HUGEPAGE);
+  // Advice only, both. A small piece keeps out of huge pages: one would hold its neighbours too, which another node may touch
+  // first.
+  madvise(data_, static_cast<std::size_t>(rounded), bytes >= kHugePage ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
   if (os_node >= 0) bound_ = Prefer(data_, rounded, os_node) == 0;
 }
 
