@@ -9,6 +9,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "cpu_kernels/tensor_access.h"
 
@@ -190,12 +191,18 @@ void CheckRouting(const std::int32_t* routing, std::int64_t experts, std::int64_
     }
     previous = routing[e];
   }
+  std::vector<bool> seen(static_cast<std::size_t>(slots));
   for (std::int64_t i = 0; i < previous; ++i) {
     const std::int32_t slot = routing[experts + 1 + i];
     if (slot < 0 || slot >= slots) {
       Fail("saved.routing[", experts + 1 + i, "] is ", slot, "; expected a slot below T * k = ", slots,
            ": the saved state belongs to another batch");
     }
+    if (seen[static_cast<std::size_t>(slot)]) {  // two threads would write its gradient
+      Fail("saved.routing[", experts + 1 + i, "] is ", slot, ", as an entry before it; expected each slot once",
+           ": the saved state belongs to another batch");
+    }
+    seen[static_cast<std::size_t>(slot)] = true;
   }
 }
 

@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstddef>
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <system_error>
 #include <vector>
 
 #include "moe/workspace.h"
@@ -22,7 +24,9 @@ std::atomic<long> g_alive{0};
 
 bool Fails() {
   if (!g_counting.load(std::memory_order_relaxed)) return false;
-  return g_allocations.fetch_add(1) == g_fail_at.load();
+  if (g_allocations.fetch_add(1) != g_fail_at.load()) return false;
+  errno = ENOMEM;  // which glibc asserts when it starts a thread
+  return true;
 }
 
 void* Allocate(std::size_t bytes, std::size_t alignment) {
@@ -104,32 +108,44 @@ ProblemSpec Spec() {
 template <typename Call, typename Again>
 long FailEachInTurn(Call call, Again again) {
   long failures = 0;
-  for (long n = 0;; ++n) {
-    ReleaseWorkspaces();  // so that every buffer is asked for again
+  bool thrown = false, reached = true;
+  const auto fail = [&](long n) {  // what is left of it
+    ReleaseWorkspaces();           // so that every buffer is asked for again
     const long alive = g_alive;
     g_allocations = 0;
     g_fail_at = n;
-    bool thrown = false, right = false, other = false;
+    bool right = false, other = false;
+    thrown = false;
     g_counting = true;
     try {
       right = call();
     } catch (const std::bad_alloc&) {
       thrown = true;
+    } catch (const std::system_error&) {  // of a thread that cannot be started
+      thrown = true;
     } catch (...) {
       other = true;
     }
     g_counting = false;
-    const bool reached = g_allocations > n;
+    reached = g_allocations > n;
     const bool works = again();
     ReleaseWorkspaces();
-    const long left = g_alive - alive;
     EXPECT_FALSE(other) << "allocation " << n << " gave another exception";
     EXPECT_TRUE(thrown || right) << "allocation " << n << " gave a wrong result";
     EXPECT_TRUE(works) << "after allocation " << n;
+    return g_alive - alive;
+  };
+  // A worker keeps some scratch memory for as long as it lives, and on a busy host may take its first task at any time. What
+  // leaks does so each time.
+  constexpr int kMostWorkers = 3;
+  for (long n = 0; reached; ++n) {
+    long left = fail(n);
+    for (int worker = 0; left > 0 && worker < kMostWorkers; ++worker) left = fail(n);
     EXPECT_LE(left, 0) << "allocation " << n << " failed, and something is left";
     failures += thrown ? 1 : 0;
-    if (!reached || testing::Test::HasFailure()) return failures;
+    if (testing::Test::HasFailure()) break;
   }
+  return failures;
 }
 
 TEST(Allocation, EachOfACallFails) {

@@ -254,6 +254,10 @@ TEST_F(ValidateTest, SavedRoutingOfAnotherBatch) {
   saved_.routing[kExperts + 1] = 10;
   EXPECT_EQ(BackwardError(Backward()),
             "saved.routing[5] is 10; expected a slot below T * k = 10: the saved state belongs to another batch");
+  saved_.routing[kExperts + 1] = saved_.routing[kExperts + 2];
+  EXPECT_EQ(BackwardError(Backward()), "saved.routing[6] is " + std::to_string(saved_.routing[kExperts + 2]) +
+                                           ", as an entry before it; expected each slot once: the saved state belongs to "
+                                           "another batch");
 }
 
 // The layer validates what it is given, writes nothing when it refuses, and works afterwards.

@@ -306,6 +306,38 @@ def test_other_interpreters_are_refused(run_python: RunPython) -> None:
     )
 
 
+def test_memory_after_a_thousand_steps(run_python: RunPython) -> None:
+    """Within 1% of what it was after a hundred: resident, once malloc has returned what is free, and in tensors."""
+    check(
+        run_python(
+            program("""
+            import ctypes
+            libc = ctypes.CDLL(None)
+            leaves = [torch.randn(E, R, H, requires_grad=True), torch.randn(E, 2 * I, R, requires_grad=True)]
+            optimizer = torch.optim.AdamW(leaves)
+            def train(steps):
+                for n in range(steps):
+                    x = hidden.clone().requires_grad_()
+                    pair = moesaic.LoraPair(*leaves, 0.1)
+                    out = moesaic.moe_experts(x, ids, weights, layer, moesaic.Lora(gate_up=pair))
+                    out.square().sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            def held():
+                libc.malloc_trim(0)
+                used = int(open("/proc/self/statm").read().split()[1])
+                return used, moesaic.memory_stats()["in_use_bytes"]
+            train(100)
+            before = held()
+            train(900)
+            after = held()
+            assert after[0] <= 1.01 * before[0] and after[1] <= before[1], (before, after)
+            print("ok")
+            """)
+        )
+    )
+
+
 #: Answers EPERM to the system calls that `code` lets through to its last line but one.
 DENY = """
 import ctypes, struct
