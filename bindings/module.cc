@@ -14,11 +14,13 @@
 #include "bindings/fused_bindings.h"
 #include "bindings/layer_module.h"
 #include "bindings/profiling_bindings.h"
+#include "bindings/sampling_bindings.h"
 #include "bindings/tensor.h"
 #include "bindings/unlocked.h"
 #include "cpu_kernels/fused/linear.h"
 #include "cpu_kernels/isa.h"
 #include "moe/workspace.h"
+#include "sampling/sampler.h"
 #include "threadpool/pool.h"
 
 namespace py = pybind11;
@@ -96,6 +98,7 @@ void BindMemory(py::module_& module) {
       [] {
         moe::ReleaseWorkspaces();
         fused::ReleaseScratch();
+        sampling::ReleaseScratch();
         return Arena::Default().Trim();
       },
       py::call_guard<Unlocked>());
@@ -117,6 +120,7 @@ PYBIND11_MODULE(_core, module) {
   bindings::BindMemory(module);
   bindings::BindLayer(module);
   bindings::BindFused(module);
+  bindings::BindSampling(module);
   bindings::RegisterBench(module);
   bindings::RegisterEvaluator(module);
 }

@@ -11,6 +11,7 @@
 
 #include "cpu_kernels/fused/fused_kernels.h"
 #include "cpu_kernels/gemm/tiles.h"
+#include "cpu_kernels/sampling/sampling_kernels.h"
 #include "cpu_kernels/tensor_view.h"
 
 namespace moesaic {
@@ -225,6 +226,7 @@ struct KernelTier {
   void (*store_columns)(const StoreColumnsArgs&);
   void (*store_rows)(const StoreRowsArgs&);
   FusedKernels fused;
+  const SamplingKernels* sampling;
 };
 
 /// Makes what this thread wrote past the caches visible before all that it writes next.

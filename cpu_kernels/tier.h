@@ -13,6 +13,7 @@
 #include "cpu_kernels/fused/silu_mul.h"
 #include "cpu_kernels/gemm/tile_gemm.h"
 #include "cpu_kernels/kernels.h"
+#include "cpu_kernels/sampling/table.h"
 
 namespace {
 
@@ -35,7 +36,8 @@ constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
           PackColumns,
           StoreColumns,
           StoreRows,
-          {RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, Fp32Gemm}};
+          {RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, Fp32Gemm},
+          &kSamplingKernels};
 }
 
 }  // namespace

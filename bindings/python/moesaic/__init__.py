@@ -10,7 +10,7 @@ import os as _os
 # First, so that the engine's OpenMP is the one that PyTorch brought, and both share one team of threads.
 import torch as _torch  # noqa: F401
 
-from moesaic import nn, perf
+from moesaic import nn, perf, sampling
 from moesaic._core import UnsupportedHostError
 from moesaic.autograd import moe_experts
 from moesaic.layer import ExpertsLayer, Grads, Saved
@@ -39,6 +39,7 @@ __all__ = [
     "nn",
     "perf",
     "profile",
+    "sampling",
     "set_num_threads",
     "trim_memory",
 ]

@@ -160,6 +160,25 @@ def norm_backward(
 def activation_backward(activation: str, d_out: torch.Tensor, pre: torch.Tensor) -> torch.Tensor: ...
 def silu_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 def silu_mul_backward(d_out: torch.Tensor, x: torch.Tensor) -> torch.Tensor: ...
+
+def sample(
+    logits: torch.Tensor,
+    filters: tuple[float, int, float, float, float],
+    penalties: tuple[float, float, float],
+    context: torch.Tensor | None,
+    stream: tuple[int, int, torch.Tensor | None],
+    ids: torch.Tensor | None,
+    confidence: torch.Tensor | None,
+    kind: str,
+    kept: torch.Tensor | None,
+    scores: torch.Tensor | None,
+) -> None:
+    """Writes to those of `ids`, `confidence`, `kept` (flat, uint8) and `scores` that are given; sampling/sampler.h.
+
+    filters: temperature, top_k, top_p, min_p, typical_p; penalties: repetition, frequency, presence; stream: seed,
+    offset, row_ids.
+    """
+
 def set_num_threads(n: int) -> None: ...
 def get_num_threads() -> int: ...
 def set_thread_source(source: str) -> None: ...

@@ -38,7 +38,7 @@ OUTER = frozenset({"full_train_loop", "forward_only", "backward_only"})
 #: Ranges that only hold others; their time is that of their steps.
 PARENTS = OUTER | frozenset(
     {"forward", "backward", "backward_down", "backward_activation", "backward_gate_up", "GU3_lora_pass_gate"}
-    | {"GU3_lora_pass_up"}
+    | {"GU3_lora_pass_up", "sample"}
 )
 #: Copies between the host and a GPU: their time is the device's, not a thread's.
 TRANSFERS = frozenset({"device_to_host", "host_to_device"})

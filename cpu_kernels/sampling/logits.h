@@ -1,0 +1,147 @@
+// Loading logits, 16 at a time as fp32, and powers of them.
+#pragma once
+
+#include "cpu_kernels/float16.h"
+#include "cpu_kernels/sampling/sampling_kernels.h"
+#include "cpu_kernels/simd.h"
+
+namespace {
+
+using namespace moesaic;
+
+inline constexpr float kInfinity = __builtin_inff();
+inline constexpr double kLog2E = 1.4426950408889634;
+inline constexpr std::int64_t kBlockVectors = kSamplingBlock / 16;
+
+MOESAIC_INLINE F32x16 LoadLogits(const float* p) { return LoadF32(p); }
+MOESAIC_INLINE F32x16 LoadLogits(const BFloat16* p) { return LoadBf16(p); }
+MOESAIC_INLINE F32x16 LoadLogits(const Float16* p) {
+#if defined(__AVX512F__)
+  return (F32x16)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  const __m256 halves[2] = {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+                            _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+  F32x16 v;
+  std::memcpy(&v, halves, sizeof(v));
+  return v;
+#else
+  float values[16];
+  for (int i = 0; i < 16; ++i) values[i] = ToFloat(p[i]);
+  return LoadF32(values);
+#endif
+}
+
+/// The first n < 16; the others read as -infinity.
+template <typename T>
+MOESAIC_INLINE F32x16 LoadLogitsPart(const T* p, std::int64_t n) {
+  T part[16] = {};
+  std::memcpy(part, p, static_cast<std::size_t>(n) * sizeof(T));
+  const I32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return Select(lane < static_cast<std::int32_t>(n), LoadLogits(part), Broadcast(-kInfinity));
+}
+
+/// Logits [16 i, 16 i + 16) of `left` ones; -infinity where there are none.
+template <typename T>
+MOESAIC_INLINE F32x16 LoadLogitsAt(const T* p, std::int64_t i, std::int64_t left) {
+  if (16 * i + 16 <= left) return LoadLogits(p + 16 * i);
+  return 16 * i < left ? LoadLogitsPart(p + 16 * i, left - 16 * i) : Broadcast(-kInfinity);
+}
+
+/// Lane by lane; of a NaN and a number the number or the NaN.
+MOESAIC_INLINE F32x16 Larger(F32x16 a, F32x16 b) {
+#if defined(__AVX512F__)
+  return (F32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  float x[16], y[16];
+  std::memcpy(x, &a, sizeof(a));
+  std::memcpy(y, &b, sizeof(b));
+  for (int i = 0; i < 16; ++i) x[i] = x[i] > y[i] ? x[i] : y[i];
+  return LoadF32(x);
+#endif
+}
+
+/// In one order, whatever the instruction set: pairs 8 lanes apart, then 4, 2, 1.
+MOESAIC_INLINE float SumOfLanes(F32x16 v) {
+  float x[16];
+  std::memcpy(x, &v, sizeof(v));
+  for (int step = 8; step > 0; step /= 2) {
+    for (int i = 0; i < step; ++i) x[i] += x[i + step];
+  }
+  return x[0];
+}
+
+MOESAIC_INLINE float LargestOfLanes(F32x16 v) {
+  float x[16];
+  std::memcpy(x, &v, sizeof(v));
+  for (int step = 8; step > 0; step /= 2) {
+    for (int i = 0; i < step; ++i) x[i] = x[i] > x[i + step] ? x[i] : x[i + step];
+  }
+  return x[0];
+}
+
+/// e^(d / T) for d <= 0, as 2^(d c) with c = log2(e) / T in two parts, so that the argument is not rounded: relative error
+/// below 2e-7, most of it in the last additions. -infinity gives less than 2e-38; NaN passes through.
+class Power {
+ public:
+  MOESAIC_INLINE explicit Power(double inverse_temperature)
+      : c_(static_cast<float>(inverse_temperature * kLog2E)),
+        c_low_(static_cast<float>(inverse_temperature * kLog2E - static_cast<double>(c_))),
+        least_(static_cast<float>(-126.0 / (inverse_temperature * kLog2E))) {}
+
+  MOESAIC_INLINE F32x16 operator()(F32x16 d) const {
+#if defined(__AVX512F__)
+    const __m512 c = _mm512_set1_ps(c_), magic = _mm512_set1_ps(kMagic);
+    const __m512 y = _mm512_max_ps(_mm512_set1_ps(least_), (__m512)d);  // keeps a NaN
+    const __m512 shifted = _mm512_fmadd_ps(y, c, magic);
+    const __m512 r = _mm512_fmadd_ps(y, _mm512_set1_ps(c_low_), _mm512_fmsub_ps(y, c, _mm512_sub_ps(shifted, magic)));
+    const __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+    return (F32x16)_mm512_add_epi32((__m512i)PowerOfTwo((F32x16)r), power);
+#else
+    float x[16], n[16];
+    std::uint32_t scale[16];
+    std::memcpy(x, &d, sizeof(d));
+    for (int i = 0; i < 16; ++i) {
+      const float y = x[i] < least_ ? least_ : x[i];
+      const float shifted = y * c_ + kMagic;
+      scale[i] = (__builtin_bit_cast(std::uint32_t, shifted) + 127u) << 23;
+      n[i] = shifted - kMagic;
+      x[i] = (y * c_ - n[i]) + y * c_low_;
+    }
+    F32x16 factor;
+    std::memcpy(&factor, scale, sizeof(factor));
+    return PowerOfTwo(LoadF32(x)) * factor;
+#endif
+  }
+
+ private:
+  /// 2^r on [-1/2, 1/2]: interpolation in Chebyshev's nodes, error 2.5e-9.
+  MOESAIC_INLINE static F32x16 PowerOfTwo(F32x16 r) {
+    F32x16 p = Broadcast(0.000154614447f);
+    p = p * r + 0.00134004282f;
+    p = p * r + 0.00961805668f;
+    p = p * r + 0.0555032723f;
+    p = p * r + 0.240226509f;
+    p = p * r + 0.693147207f;
+    return p * r + 1.0f;
+  }
+
+  /// 1.5 * 2^23: adding it rounds to the nearest integer, which then stands in the low bits.
+  static constexpr float kMagic = 12582912.0f;
+
+  float c_, c_low_, least_;
+};
+
+/// Calls function(const T* logits) with the row's own type.
+template <typename Function>
+MOESAIC_INLINE auto WithType(const LogitRow& row, Function function) {
+  switch (row.dtype) {
+    case DType::kBFloat16:
+      return function(static_cast<const BFloat16*>(row.data));
+    case DType::kFloat16:
+      return function(static_cast<const Float16*>(row.data));
+    default:
+      return function(static_cast<const float*>(row.data));
+  }
+}
+
+}  // namespace

@@ -1,0 +1,122 @@
+// The kernels of the sampler: passes over one row of logits, blocks of 256 at a time. sampling/ decides with them what is kept
+// and what is drawn.
+//
+// A row is V logits x side by side, none of them NaN or +infinity where a sum is asked for; T > 0 is the temperature. Block b
+// holds columns [256 b, min(256 (b + 1), V)). What a kernel computes of a block depends on nothing else, so a row may be cut
+// between blocks in any way: the results are bitwise the same.
+//
+// Threads: kernels keep no state. Errors: none; arguments are what sampling/ has validated.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu_kernels/tensor_view.h"
+
+namespace moesaic {
+
+inline constexpr std::int64_t kSamplingBlock = 256;
+
+/// V logits of bf16, fp16 or fp32 side by side, aligned as their type.
+struct LogitRow {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t size = 0;
+
+  std::int64_t blocks() const { return (size + kSamplingBlock - 1) / kSamplingBlock; }
+};
+
+/// For blocks b in [first, last):
+///   max[b] = max of x; NaN if there is a NaN
+///   sum[b] = sum of e^((x - max[b]) / T), to 2e-7; 0 where the maximum is infinite; left out where `sum` is null
+struct ScanBlocksArgs {
+  LogitRow row;
+  std::int64_t first = 0;
+  std::int64_t last = 0;
+  double inverse_temperature = 1;
+  float* max = nullptr;
+  float* sum = nullptr;
+};
+
+/// mass[b] = sum[b] e^((max[b] - reference) / T) for b < count.
+struct BlockMassArgs {
+  const float* max = nullptr;
+  const float* sum = nullptr;
+  std::int64_t count = 0;
+  double reference = 0;
+  double inverse_temperature = 1;
+  double* mass = nullptr;
+};
+
+/// The elements with low <= x <= high of blocks [first, last), in the order of their columns; a block with max[b] < low is not
+/// read. Where `mass` is given, mass[b] = sum of e^((x - reference) / T) over x > high, to 2e-7.
+struct CollectArgs {
+  LogitRow row;
+  std::int64_t first = 0;
+  std::int64_t last = 0;
+  const float* max = nullptr;
+  float low = 0;
+  float high = 0;
+  double reference = 0;
+  double inverse_temperature = 1;
+  double* mass = nullptr;
+  float* values = nullptr;  ///< room for every element of the blocks and 16 more
+  std::int32_t* columns = nullptr;
+};
+
+/// weights[i] = e^((values[i] - reference) / T), relative error below 1e-15; 0 for a value of -infinity.
+struct WeightsArgs {
+  const float* values = nullptr;
+  std::int64_t count = 0;
+  double reference = 0;
+  double temperature = 1;
+  double* weights = nullptr;
+};
+
+/// Sums over the whole row of e^((x - reference) / T) with the precision of WeightsArgs: of all elements, and of those with
+/// x > high.
+struct ExactSumsArgs {
+  LogitRow row;
+  float high = 0;
+  double reference = 0;
+  double temperature = 1;
+};
+struct ExactSums {
+  double all = 0;
+  double above = 0;
+};
+
+/// Names a stream of random numbers: Philox4x32-10 with the seed as key and the counter (column or block and domain, row,
+/// offset).
+struct PhiloxStream {
+  enum Domain : std::uint32_t { kColumns = 0, kBlocks = 0x80000000u };
+  std::uint64_t seed = 0;
+  std::uint64_t offset = 0;
+  std::uint32_t row = 0;
+  Domain domain = kColumns;
+};
+
+/// Draws i in [0, count) with a probability in proportion to weights[i]: the i with the least E_i / weights[i], where the E_i
+/// are independent exponential numbers, E_i = -log(u_i). This is the Gumbel-max trick without its second logarithm: -log(E_i /
+/// w_i) = log(w_i) + Gumbel_i.
+///   u_i = (W + 1/2) / 2^32, W the word (c / 16) mod 4 of the Philox block with the counter 16 (c / 64) + c mod 16,
+///   c = columns[i], or first_column + i where `columns` is null (first_column a multiple of 64)
+/// The first of equal ones. -1 where all weights are 0.
+struct RaceArgs {
+  const double* weights = nullptr;
+  const std::int32_t* columns = nullptr;
+  std::int64_t first_column = 0;
+  std::int64_t count = 0;
+  PhiloxStream stream;
+};
+
+/// The kernels of one tier.
+struct SamplingKernels {
+  void (*scan_blocks)(const ScanBlocksArgs&);
+  void (*block_mass)(const BlockMassArgs&);
+  std::int64_t (*collect)(const CollectArgs&);  ///< how many
+  void (*weights)(const WeightsArgs&);
+  ExactSums (*exact_sums)(const ExactSumsArgs&);
+  std::int64_t (*race)(const RaceArgs&);
+};
+
+}  // namespace moesaic

@@ -1,0 +1,147 @@
+// ScanBlocks, BlockMass, Collect: the passes in fp32 (sampling_kernels.h has the contracts).
+#pragma once
+
+#include "cpu_kernels/sampling/exact.h"
+#include "cpu_kernels/sampling/logits.h"
+
+namespace {
+
+using namespace moesaic;
+
+/// True where a lane of any of them is NaN.
+struct NanWatch {
+#if defined(__AVX512F__)
+  __mmask16 found = 0;
+  MOESAIC_INLINE void Look(F32x16 v) { found |= _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q); }
+  MOESAIC_INLINE bool Found() const { return found != 0; }
+#else
+  std::uint32_t found[16] = {};
+  MOESAIC_INLINE void Look(F32x16 v) {
+    std::uint32_t bits[16];
+    std::memcpy(bits, &v, sizeof(v));
+    for (int i = 0; i < 16; ++i) found[i] |= (bits[i] & 0x7fffffffu) > 0x7f800000u ? 1u : 0u;
+  }
+  MOESAIC_INLINE bool Found() const {
+    std::uint32_t any = 0;
+    for (int i = 0; i < 16; ++i) any |= found[i];
+    return any != 0;
+  }
+#endif
+};
+
+template <typename T>
+inline void ScanBlocksOf(const T* logits, const ScanBlocksArgs& args) {
+  const Power power(args.inverse_temperature);
+  for (std::int64_t b = args.first; b < args.last; ++b) {
+    const T* p = logits + b * kSamplingBlock;
+    const std::int64_t left = args.row.size - b * kSamplingBlock;
+    F32x16 x[kBlockVectors];
+    F32x16 largest[4] = {Broadcast(-kInfinity), Broadcast(-kInfinity), Broadcast(-kInfinity), Broadcast(-kInfinity)};
+    NanWatch nan;
+#pragma GCC unroll 16
+    for (int i = 0; i < kBlockVectors; ++i) {
+      x[i] = left >= kSamplingBlock ? LoadLogits(p + 16 * i) : LoadLogitsAt(p, i, left);
+      largest[i % 4] = Larger(largest[i % 4], x[i]);
+      nan.Look(x[i]);
+    }
+    float max = LargestOfLanes(Larger(Larger(largest[0], largest[1]), Larger(largest[2], largest[3])));
+    if (nan.Found()) max = __builtin_nanf("");
+    args.max[b] = max;
+    if (args.sum == nullptr) continue;
+    args.sum[b] = 0;
+    if (!(max > -kInfinity && max < kInfinity)) continue;
+    F32x16 sums[4] = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < kBlockVectors; ++i) sums[i % 4] += power(x[i] - max);
+    args.sum[b] = SumOfLanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+}
+
+inline void ScanBlocks(const ScanBlocksArgs& args) {
+  WithType(args.row, [&](const auto* logits) { ScanBlocksOf(logits, args); });
+}
+
+inline void BlockMass(const BlockMassArgs& args) {
+  for (std::int64_t b = 0; b < args.count; ++b) {
+    const double weight = ExpPrecise((static_cast<double>(args.max[b]) - args.reference) * args.inverse_temperature);
+    args.mass[b] = static_cast<double>(args.sum[b]) * weight;
+  }
+}
+
+/// Appends the lanes with low <= x <= high, and returns how many they were. kRare: mostly there are none, and to ask first
+/// pays.
+template <bool kRare>
+MOESAIC_INLINE std::int64_t Append(F32x16 x, F32x16 low, F32x16 high, std::int64_t column, float* values,
+                                   std::int32_t* columns) {
+  const I32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#if defined(__AVX512F__)
+  const __mmask16 inside =
+      _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_GE_OQ) & _mm512_cmp_ps_mask((__m512)x, (__m512)high, _CMP_LE_OQ);
+  if (kRare && inside == 0) return 0;
+  // In a register first: storing under a mask is slow on some hosts.
+  _mm512_storeu_ps(values, _mm512_maskz_compress_ps(inside, (__m512)x));
+  const I32x16 numbers = lane + static_cast<std::int32_t>(column);
+  _mm512_storeu_si512(columns, _mm512_maskz_compress_epi32(inside, (__m512i)numbers));
+  return __builtin_popcount(inside);
+#else
+  float v[16], least[16], most[16];
+  std::memcpy(v, &x, sizeof(x));
+  std::memcpy(least, &low, sizeof(low));
+  std::memcpy(most, &high, sizeof(high));
+  std::uint32_t any = 0;
+  for (int i = 0; i < 16; ++i) any |= (v[i] >= least[i] ? 1u : 0u) & (v[i] <= most[i] ? 1u : 0u);
+  if (any == 0) return 0;
+  std::int64_t count = 0;
+  for (int i = 0; i < 16; ++i) {
+    values[count] = v[i];
+    columns[count] = static_cast<std::int32_t>(column) + lane[i];
+    count += v[i] >= least[i] && v[i] <= most[i] ? 1 : 0;
+  }
+  return count;
+#endif
+}
+
+/// e^(d / T) where x > high, and 0 elsewhere.
+MOESAIC_INLINE F32x16 PowerAbove(F32x16 x, F32x16 high, F32x16 weight) {
+#if defined(__AVX512F__)
+  return (F32x16)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)high, _CMP_GT_OQ), (__m512)weight);
+#else
+  float v[16], most[16], w[16];
+  std::memcpy(v, &x, sizeof(x));
+  std::memcpy(most, &high, sizeof(high));
+  std::memcpy(w, &weight, sizeof(weight));
+  for (int i = 0; i < 16; ++i) w[i] = v[i] > most[i] ? w[i] : 0.0f;
+  return LoadF32(w);
+#endif
+}
+
+template <bool kMass, typename T>
+inline std::int64_t CollectOf(const T* logits, const CollectArgs& args) {
+  const Power power(args.inverse_temperature);
+  const F32x16 low = Broadcast(args.low), high = Broadcast(args.high);
+  const auto reference = static_cast<float>(args.reference);
+  std::int64_t count = 0;
+  for (std::int64_t b = args.first; b < args.last; ++b) {
+    if constexpr (kMass) args.mass[b] = 0;
+    if (args.max[b] < args.low) continue;
+    const T* p = logits + b * kSamplingBlock;
+    const std::int64_t left = args.row.size - b * kSamplingBlock;
+    const auto vectors = left >= kSamplingBlock ? kBlockVectors : CeilDiv(left, 16);
+    F32x16 sums[2] = {};
+    for (std::int64_t i = 0; i < vectors; ++i) {
+      const F32x16 x = left >= kSamplingBlock ? LoadLogits(p + 16 * i) : LoadLogitsAt(p, i, left);
+      if constexpr (kMass) sums[i % 2] += PowerAbove(x, high, power(x - reference));
+      count += Append<!kMass>(x, low, high, b * kSamplingBlock + 16 * i, args.values + count, args.columns + count);
+    }
+    if constexpr (kMass) args.mass[b] = static_cast<double>(SumOfLanes(sums[0] + sums[1]));
+  }
+  return count;
+}
+
+inline std::int64_t Collect(const CollectArgs& args) {
+  return WithType(args.row, [&](const auto* logits) {
+    return args.mass != nullptr ? CollectOf<true>(logits, args) : CollectOf<false>(logits, args);
+  });
+}
+
+}  // namespace

@@ -1,0 +1,296 @@
+#include "sampling/row.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+#include "cpu_kernels/tensor_access.h"
+#include "sampling/retain.h"
+#include "sampling/stages.h"
+
+namespace moesaic::sampling {
+namespace {
+
+/// Up to here a row is taken as a list at once.
+constexpr std::int64_t kSmallVocabulary = 8192;
+/// A longer list is drawn from in two steps.
+constexpr std::int64_t kManyTokens = 1024;
+
+[[noreturn]] void FailRow(std::int64_t row, const char* what) {
+  throw std::invalid_argument("logits has " + std::string(what) + " in row " + std::to_string(row) +
+                              "; expected numbers, at least one of them above -infinity");
+}
+
+}  // namespace
+
+void RowScratch::Ensure(std::int64_t vocabulary, std::int64_t pieces) {
+  const std::int64_t blocks = LogitRow{nullptr, DType::kFloat32, vocabulary}.blocks();
+  const std::int64_t listed = vocabulary + 16 * pieces;
+  const auto carve = [&](void* base) {
+    Carver carver(base);
+    max = carver.Take<float>(blocks);
+    sum = carver.Take<float>(blocks);
+    mass = carver.Take<double>(blocks);
+    values = carver.Take<float>(listed);
+    columns = carver.Take<std::int32_t>(listed);
+    weights = carver.Take<double>(listed);
+    packed = carver.Take<float>(vocabulary);
+    return carver.used();
+  };
+  buffer_.Ensure(carve(nullptr));
+  carve(buffer_.data());
+  piece_counts.resize(static_cast<std::size_t>(pieces));
+}
+
+Row::Row(const SampleArgs& args, const SamplingKernels& kernels)
+    : args_(args),
+      options_(args.options),
+      kernels_(kernels),
+      temperature_(args.options.temperature == 0 ? 1.0 : args.options.temperature) {}
+
+bool Row::IsSmall() const { return logits_.size <= kSmallVocabulary; }
+
+/// Sums of blocks serve the draw from all tokens, top_p of a long row, and the probability of a greedy choice.
+bool Row::NeedsSums() const {
+  if (Greedy()) return args_.confidence != nullptr;
+  if (HasTopK()) return false;
+  if (options_.top_p < 1) return !IsSmall();
+  return options_.min_p == 0 && options_.typical_p == 1;
+}
+
+void Row::Begin(std::int64_t row, RowScratch* scratch, const std::vector<Piece>* pieces) {
+  index_ = row;
+  scratch_ = scratch;
+  pieces_ = pieces;
+  listed_ = pending_ = false;
+  count_ = 0;
+  cut_ = Cut();
+  const TensorView& logits = args_.logits;
+  logits_ = {static_cast<const char*>(logits.data) + row * logits.stride[0] * SizeOf(logits.dtype), logits.dtype,
+             logits.shape[1]};
+  const bool penalties = args_.context.defined() && (options_.repetition_penalty != 1 || options_.frequency_penalty != 0 ||
+                                                     options_.presence_penalty != 0);
+  if (logits.stride[1] != 1 || penalties) Pack();
+  if (penalties) Penalise();
+}
+
+void Row::Pack() {
+  StageRange range(Stage::kPack);
+  range.AddBytes(logits_.size * (SizeOf(logits_.dtype) + 4));
+  for (std::int64_t i = 0; i < logits_.size; ++i) scratch_->packed[i] = LoadFloat(args_.logits, index_, i);
+  logits_ = {scratch_->packed, DType::kFloat32, logits_.size};
+}
+
+void Row::Penalise() {
+  StageRange range(Stage::kScale);
+  std::vector<std::int64_t>& seen = scratch_->context;
+  seen.clear();
+  for (std::int64_t i = 0; i < args_.context.shape[1]; ++i) {
+    const std::int64_t token = LoadInt(args_.context, index_, i);
+    if (token >= 0 && token < logits_.size) seen.push_back(token);
+  }
+  std::sort(seen.begin(), seen.end());
+  const auto repetition = static_cast<float>(options_.repetition_penalty);
+  for (std::size_t i = 0, next = 0; i < seen.size(); i = next) {
+    while (next < seen.size() && seen[next] == seen[i]) ++next;
+    float& x = scratch_->packed[seen[i]];
+    x = x < 0 ? x * repetition : x / repetition;
+    x -= static_cast<float>(options_.frequency_penalty * static_cast<double>(next - i) + options_.presence_penalty);
+  }
+}
+
+void Row::Scan(std::int64_t piece) {
+  const bool sums = NeedsSums();
+  StageRange range(sums ? Stage::kSoftmax : Stage::kSelect);
+  const auto [first, last] = (*pieces_)[static_cast<std::size_t>(piece)];
+  range.AddBytes(std::min((last - first) * kSamplingBlock, logits_.size) * SizeOf(logits_.dtype));
+  kernels_.scan_blocks({logits_, first, last, 1 / temperature_, scratch_->max, sums ? scratch_->sum : nullptr});
+}
+
+void Row::FindMaximum() {
+  const float* max = scratch_->max;
+  max_ = -kInfinity;
+  for (std::int64_t b = 0; b < logits_.blocks(); ++b) {
+    if (std::isnan(max[b])) FailRow(index_, "a NaN");
+    max_ = std::max(max_, max[b]);
+  }
+  if (max_ == -kInfinity) FailRow(index_, "nothing but -infinity");
+  if (max_ == kInfinity) ShareInfinities();
+}
+
+/// The limit of the softmax: +infinity becomes 0, and all else -infinity.
+void Row::ShareInfinities() {
+  StageRange range(Stage::kPack);
+  const TensorView view{const_cast<void*>(logits_.data), logits_.dtype, 2, {1, logits_.size, 0}, {0, 1, 0}};
+  for (std::int64_t i = 0; i < logits_.size; ++i) {
+    scratch_->packed[i] = LoadFloat(view, 0, i) == kInfinity ? 0.0f : -kInfinity;
+  }
+  logits_ = {scratch_->packed, DType::kFloat32, logits_.size};
+  kernels_.scan_blocks({logits_, 0, logits_.blocks(), 1 / temperature_, scratch_->max, NeedsSums() ? scratch_->sum : nullptr});
+  max_ = 0;
+}
+
+bool Row::Plan() {
+  FindMaximum();
+  if (NeedsSums()) {
+    StageRange range(Stage::kSoftmax);
+    const std::int64_t blocks = logits_.blocks();
+    kernels_.block_mass({scratch_->max, scratch_->sum, blocks, max_, 1 / temperature_, scratch_->mass});
+    total_ = std::accumulate(scratch_->mass, scratch_->mass + blocks, 0.0);
+  }
+  if (Greedy()) return false;
+  StageRange range(Stage::kSelect);
+  if (HasTopK()) TakeTopK();
+  if (options_.top_p < 1) pending_ = PlanTopP();
+  return pending_;
+}
+
+Choice Row::Finish() {
+  if (!Greedy()) {
+    StageRange range(Stage::kSelect);
+    if (pending_) {
+      JoinPieces();
+      FinishTopP();
+    }
+    if (options_.min_p > 0) TakeMinP();
+    if (options_.typical_p < 1) TakeTypical();
+  }
+  Choice choice;
+  if (args_.ids != nullptr || Greedy()) choice.id = Draw();
+  if (args_.kept != nullptr || args_.scores.defined()) Unpack(choice.id);
+  if (args_.confidence != nullptr) choice.confidence = ConfidenceOf(choice.id);
+  return choice;
+}
+
+void Row::CollectPiece(std::int64_t piece) {
+  StageRange range(Stage::kSelect);
+  const auto [first, last] = (*pieces_)[static_cast<std::size_t>(piece)];
+  range.AddBytes(std::min((last - first) * kSamplingBlock, logits_.size) * SizeOf(logits_.dtype));
+  const std::int64_t place = first * kSamplingBlock + 16 * piece;
+  scratch_->piece_counts[static_cast<std::size_t>(piece)] =
+      kernels_.collect({logits_, first, last, scratch_->max, low_, high_, max_, 1 / temperature_, scratch_->mass,
+                        scratch_->values + place, scratch_->columns + place});
+}
+
+/// The lists of the pieces become one.
+void Row::JoinPieces() {
+  count_ = 0;
+  for (std::size_t piece = 0; piece < pieces_->size(); ++piece) {
+    const std::int64_t place = (*pieces_)[piece].first * kSamplingBlock + 16 * static_cast<std::int64_t>(piece);
+    const std::int64_t count = scratch_->piece_counts[piece];
+    std::memmove(scratch_->values + count_, scratch_->values + place, static_cast<std::size_t>(count) * sizeof(float));
+    std::memmove(scratch_->columns + count_, scratch_->columns + place, static_cast<std::size_t>(count) * sizeof(std::int32_t));
+    count_ += count;
+  }
+}
+
+void Row::Collect(float low, float high, double* mass) {
+  count_ = kernels_.collect({logits_, 0, logits_.blocks(), scratch_->max, low, high, max_, 1 / temperature_, mass,
+                             scratch_->values, scratch_->columns});
+}
+
+void Row::WeighList() { kernels_.weights({scratch_->values, count_, max_, temperature_, scratch_->weights}); }
+
+double Row::ListWeight() const { return std::accumulate(scratch_->weights, scratch_->weights + count_, 0.0); }
+
+/// The tokens that are left as a list, where they are not one.
+void Row::ListKept() {
+  if (listed_) return;
+  Collect(cut_.value, kInfinity, nullptr);
+  WeighList();
+  Retain([this](std::int64_t i) { return cut_.Keeps(scratch_->values[i], scratch_->columns[i]); });
+  listed_ = true;
+}
+
+std::int64_t Row::Draw() {
+  StageRange range(Stage::kDraw);
+  if (Greedy()) {
+    std::int64_t b = 0;
+    while (scratch_->max[b] != max_) ++b;
+    std::int64_t column = b * kSamplingBlock;
+    while (At(column) != max_) ++column;
+    return column;
+  }
+  PhiloxStream stream{args_.seed, args_.offset, static_cast<std::uint32_t>(index_), PhiloxStream::kColumns};
+  if (args_.row_ids.defined()) stream.row = static_cast<std::uint32_t>(LoadInt(args_.row_ids, index_, 0));
+  // From many tokens in two steps, a block and a token of it: V / 256 + 256 random numbers instead of V.
+  const auto draw_block = [&] {
+    RaceArgs race{scratch_->mass, nullptr, 0, logits_.blocks(), stream};
+    race.stream.domain = PhiloxStream::kBlocks;
+    return kernels_.race(race);
+  };
+  if (listed_ && count_ > kManyTokens) {
+    std::fill(scratch_->mass, scratch_->mass + logits_.blocks(), 0.0);
+    for (std::int64_t i = 0; i < count_; ++i) scratch_->mass[scratch_->columns[i] / kSamplingBlock] += scratch_->weights[i];
+    const std::int64_t b = draw_block();
+    const std::int32_t* columns = scratch_->columns;
+    const std::int64_t first = std::lower_bound(columns, columns + count_, b * kSamplingBlock) - columns;
+    const std::int64_t last = std::lower_bound(columns, columns + count_, (b + 1) * kSamplingBlock) - columns;
+    return columns[first + kernels_.race({scratch_->weights + first, columns + first, 0, last - first, stream})];
+  }
+  if (!listed_) {
+    const std::int64_t b = draw_block();
+    count_ = kernels_.collect({logits_, b, b + 1, scratch_->max, cut_.value, kInfinity, max_, 1 / temperature_, nullptr,
+                               scratch_->values, scratch_->columns});
+    Retain([this](std::int64_t i) { return cut_.Keeps(scratch_->values[i], scratch_->columns[i]); });
+    WeighList();
+  }
+  if (count_ == 1) return scratch_->columns[0];
+  return scratch_->columns[kernels_.race({scratch_->weights, scratch_->columns, 0, count_, stream})];
+}
+
+float Row::ConfidenceOf(std::int64_t id) {
+  StageRange range(Stage::kConfidence);
+  if (args_.confidence_kind == Confidence::kProbability) {
+    const double total = listed_ ? ListWeight() : std::accumulate(scratch_->mass, scratch_->mass + logits_.blocks(), 0.0);
+    return static_cast<float>(std::exp((static_cast<double>(At(id)) - max_) / temperature_) / total);
+  }
+  ListKept();
+  const double total = ListWeight();
+  if (args_.confidence_kind == Confidence::kMargin) {
+    double first = 0, second = 0;
+    for (std::int64_t i = 0; i < count_; ++i) {
+      const double w = scratch_->weights[i];
+      second = std::max(second, std::min(first, w));
+      first = std::max(first, w);
+    }
+    return static_cast<float>((first - second) / total);
+  }
+  double sum = 0;
+  for (std::int64_t i = 0; i < count_; ++i) {
+    sum += scratch_->weights[i] * ((static_cast<double>(scratch_->values[i]) - max_) / temperature_);
+  }
+  return static_cast<float>(std::log(total) - sum / total);
+}
+
+float Row::At(std::int64_t column) const {
+  return LoadFloat({const_cast<void*>(logits_.data), logits_.dtype, 2, {1, logits_.size, 0}, {0, 1, 0}}, 0, column);
+}
+
+void Row::Unpack(std::int64_t id) const {
+  StageRange range(Stage::kUnpack);
+  const TensorView& scores = args_.scores;
+  std::uint8_t* kept = args_.kept != nullptr ? args_.kept + index_ * logits_.size : nullptr;
+  std::int64_t next = 0;  // of the list, whose columns ascend
+  for (std::int64_t i = 0; i < logits_.size; ++i) {
+    const float x = At(i);
+    bool keep = false;
+    if (Greedy()) {
+      keep = i == id;
+    } else if (listed_) {
+      keep = next < count_ && scratch_->columns[next] == i;
+      next += keep ? 1 : 0;
+    } else {
+      keep = cut_.Keeps(x, static_cast<std::int32_t>(i));
+    }
+    if (kept != nullptr) kept[i] = keep ? 1 : 0;
+    if (scores.defined()) {
+      StoreFloat(scores, index_, i, 0, keep ? static_cast<float>(static_cast<double>(x) / temperature_) : -kInfinity);
+    }
+  }
+}
+
+}  // namespace moesaic::sampling

@@ -1,0 +1,204 @@
+// The sampler's kernels on every tier that runs here, against plain loops in double precision.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu_kernels/kernels.h"
+#include "cpu_kernels/tensor_access.h"
+
+namespace moesaic {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+class SamplingKernelsTest : public testing::TestWithParam<const KernelTier*> {
+ protected:
+  const SamplingKernels& Kernels() const { return *GetParam()->sampling; }
+};
+
+/// A row of one type, and its values as the kernels see them.
+struct TypedRow {
+  std::vector<std::uint32_t> memory;
+  std::vector<float> values;
+  LogitRow row;
+
+  TypedRow(std::int64_t size, DType dtype, float deviation, unsigned seed) : memory(static_cast<std::size_t>(size)) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal(0, deviation);
+    const TensorView view{memory.data(), dtype, 2, {1, size, 0}, {0, 1, 0}};
+    for (std::int64_t i = 0; i < size; ++i) {
+      StoreFloat(view, 0, i, 0, random() % 20 == 0 ? -kInfinity : normal(random));
+      values.push_back(LoadFloat(view, 0, i));
+    }
+    row = {memory.data(), dtype, size};
+  }
+};
+
+TEST_P(SamplingKernelsTest, ScanGivesMaximaAndSumsOfBlocks) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const std::int64_t size : {1, 15, 16, 17, 255, 256, 257, 1000}) {
+      for (const double temperature : {0.05, 1.0, 3.0}) {
+        const TypedRow data(size, dtype, 4, static_cast<unsigned>(size));
+        const std::int64_t blocks = data.row.blocks();
+        std::vector<float> max(static_cast<std::size_t>(blocks)), sum(max);
+        Kernels().scan_blocks({data.row, 0, blocks, 1 / temperature, max.data(), sum.data()});
+        for (std::int64_t b = 0; b < blocks; ++b) {
+          const auto begin = data.values.begin() + b * kSamplingBlock;
+          const auto end = data.values.begin() + std::min(size, (b + 1) * kSamplingBlock);
+          const float expected = *std::max_element(begin, end);
+          ASSERT_EQ(max[static_cast<std::size_t>(b)], expected);
+          double exact = 0;
+          if (expected > -kInfinity) {
+            for (auto x = begin; x != end; ++x) exact += std::exp((static_cast<double>(*x) - expected) / temperature);
+          }
+          // Each term to 2e-7, and sixteen additions a lane; a difference of logits is rounded before it is divided by T.
+          const double rounding = 4e-7 + 2e-7 / temperature;
+          ASSERT_NEAR(sum[static_cast<std::size_t>(b)], exact, rounding * exact) << "V " << size << ", T " << temperature;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(SamplingKernelsTest, ScanFindsNanAndInfinity) {
+  for (const float special : {std::numeric_limits<float>::quiet_NaN(), kInfinity}) {
+    for (const std::size_t place : {0u, 100u, 255u, 256u, 270u}) {
+      std::vector<float> x(271, 1.0f);
+      x[place] = special;
+      float max[2], sum[2];
+      Kernels().scan_blocks({{x.data(), DType::kFloat32, 271}, 0, 2, 1, max, sum});
+      const std::size_t b = place / 256;
+      EXPECT_TRUE(std::isnan(special) ? std::isnan(max[b]) : max[b] == kInfinity) << place;
+      EXPECT_EQ(max[1 - b], 1.0f);
+    }
+  }
+}
+
+TEST_P(SamplingKernelsTest, CollectTakesWhatIsBetween) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const std::int64_t size : {1, 16, 31, 256, 700}) {
+      const TypedRow data(size, dtype, 2, static_cast<unsigned>(size) + 1);
+      const std::int64_t blocks = data.row.blocks();
+      std::vector<float> max(static_cast<std::size_t>(blocks));
+      Kernels().scan_blocks({data.row, 0, blocks, 1, max.data(), nullptr});
+      std::vector<float> values(static_cast<std::size_t>(size) + 16);
+      std::vector<std::int32_t> columns(values.size());
+      std::vector<double> mass(static_cast<std::size_t>(blocks), -1.0);
+      for (const bool with_mass : {false, true}) {
+        const float low = 0.5f, high = with_mass ? 1.5f : kInfinity;
+        const std::int64_t count = Kernels().collect({data.row, 0, blocks, max.data(), low, high, 2.0, 1.0,
+                                                      with_mass ? mass.data() : nullptr, values.data(), columns.data()});
+        std::int64_t next = 0;
+        std::vector<double> expected(mass.size());
+        for (std::int64_t i = 0; i < size; ++i) {
+          const float x = data.values[static_cast<std::size_t>(i)];
+          if (x > high) expected[static_cast<std::size_t>(i / kSamplingBlock)] += std::exp(static_cast<double>(x) - 2);
+          if (x < low || x > high) continue;
+          ASSERT_LT(next, count);
+          ASSERT_EQ(values[static_cast<std::size_t>(next)], x);
+          ASSERT_EQ(columns[static_cast<std::size_t>(next)], i);
+          ++next;
+        }
+        ASSERT_EQ(next, count);
+        if (!with_mass) continue;
+        for (std::size_t b = 0; b < mass.size(); ++b) ASSERT_NEAR(mass[b], expected[b], 1e-6 * expected[b]);
+      }
+    }
+  }
+}
+
+TEST_P(SamplingKernelsTest, WeightsAreThoseOfTheLibrary) {
+  std::vector<float> x;
+  for (int i = 0; i < 2000; ++i) x.push_back(-0.4f * static_cast<float>(i));
+  x.push_back(-kInfinity);
+  std::vector<double> weights(x.size());
+  Kernels().weights({x.data(), static_cast<std::int64_t>(x.size()), 0.0, 0.9, weights.data()});
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const double argument = static_cast<double>(x[i]) / 0.9;
+    if (argument > -708) {
+      ASSERT_NEAR(weights[i] / std::exp(argument), 1, 1e-15 * (1 - argument)) << x[i];  // the argument's own rounding
+    } else {
+      ASSERT_EQ(weights[i], 0) << x[i];
+    }
+  }
+}
+
+/// What top_p relies on when it takes the fast sums for sure (filters.cc).
+TEST_P(SamplingKernelsTest, SumsAreAsExactAsTheyAreTakenFor) {
+  for (const float deviation : {0.3f, 1.0f, 4.0f, 12.0f}) {
+    for (const double temperature : {0.1, 0.7, 1.0}) {
+      for (unsigned seed = 0; seed < 4; ++seed) {
+        const TypedRow data(20000, DType::kFloat32, deviation, seed);
+        const std::int64_t blocks = data.row.blocks();
+        std::vector<float> max(static_cast<std::size_t>(blocks)), sum(max);
+        std::vector<double> mass(max.size());
+        Kernels().scan_blocks({data.row, 0, blocks, 1 / temperature, max.data(), sum.data()});
+        const float top = *std::max_element(max.begin(), max.end());
+        Kernels().block_mass({max.data(), sum.data(), blocks, top, 1 / temperature, mass.data()});
+        const double total = std::accumulate(mass.begin(), mass.end(), 0.0);
+        const double squares = std::inner_product(mass.begin(), mass.end(), mass.begin(), 0.0);
+        const ExactSums exact = Kernels().exact_sums({data.row, top - 1, top, temperature});
+        double reference = 0, above = 0;
+        for (const float x : data.values) {
+          const double w = std::exp((static_cast<double>(x) - top) / temperature);
+          reference += w;
+          above += x > top - 1 ? w : 0;
+        }
+        ASSERT_NEAR(exact.all, reference, 1e-13 * reference);
+        ASSERT_NEAR(exact.above, above, 1e-13 * above);
+        ASSERT_NEAR(total, reference, 3e-7 * std::sqrt(squares) + 2.5e-9 * reference);
+      }
+    }
+  }
+}
+
+/// Known answers of Random123: a counter and key of zeros, of ones, and digits of pi. With all weights but one zero the race
+/// says which words it used only through who wins, so the words are checked through the exponential numbers of two runners.
+TEST_P(SamplingKernelsTest, RaceUsesPhilox) {
+  // philox4x32-10 of counter 0 and key 0: 6627e8d5 e169c58d bc57ac4c 9b00dbd8. Columns 0, 16, 32, 48 use these words.
+  const std::uint32_t words[4] = {0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u};
+  const auto time = [](std::uint32_t word) { return -std::log((static_cast<double>(word) + 0.5) * 0x1p-32); };
+  for (int a = 0; a < 4; ++a) {
+    for (int b = 0; b < 4; ++b) {
+      if (a == b) continue;
+      const std::int32_t columns[2] = {16 * a, 16 * b};
+      for (const double factor : {0.9999, 1.0001}) {
+        // Weights under which runner 0 is just ahead of, or just behind, runner 1.
+        const double weights[2] = {time(words[a]), factor * time(words[b])};
+        EXPECT_EQ(Kernels().race({weights, columns, 0, 2, {}}), factor > 1 ? 1 : 0) << a << b;
+        std::vector<double> all(64);
+        all[static_cast<std::size_t>(columns[0])] = weights[0];
+        all[static_cast<std::size_t>(columns[1])] = weights[1];
+        EXPECT_EQ(Kernels().race({all.data(), nullptr, 0, 64, {}}), columns[factor > 1 ? 1 : 0]) << a << b;
+      }
+    }
+  }
+}
+
+TEST_P(SamplingKernelsTest, RaceNeedsAWeight) {
+  const std::vector<double> weights(300, 0.0);
+  EXPECT_EQ(Kernels().race({weights.data(), nullptr, 0, 300, {}}), -1);
+  std::vector<double> one = weights;
+  one[271] = 1e-300;
+  EXPECT_EQ(Kernels().race({one.data(), nullptr, 0, 300, {.seed = 5}}), 271);
+}
+
+std::vector<const KernelTier*> RunnableTiers() {
+  std::vector<const KernelTier*> tiers;
+  for (const KernelTier* tier : KernelTiers()) {
+    if (tier->runs_here()) tiers.push_back(tier);
+  }
+  return tiers;
+}
+
+INSTANTIATE_TEST_SUITE_P(Tiers, SamplingKernelsTest, testing::ValuesIn(RunnableTiers()),
+                         [](const auto& info) { return std::string(info.param->name) + "_" + std::to_string(info.index); });
+
+}  // namespace
+}  // namespace moesaic
