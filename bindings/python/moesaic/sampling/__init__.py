@@ -13,6 +13,23 @@ options and these three numbers alone, not on threads or on the other rows. `row
 0, 1, 2, … in the order of the batch.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moesaic.sampling.block_diffusion import BlockDiffusion, Decoded
 from moesaic.sampling.sampler import Options, kept, process, sample
 
-__all__ = ["Options", "kept", "process", "sample"]
+if TYPE_CHECKING:
+    from moesaic.sampling.generation import Sampler, generate
+
+__all__ = ["BlockDiffusion", "Decoded", "Options", "Sampler", "generate", "kept", "process", "sample"]
+
+
+def __getattr__(name: str) -> Any:
+    # transformers is loaded by those who use it.
+    if name in ("Sampler", "generate"):
+        from moesaic.sampling import generation
+
+        return getattr(generation, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
