@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.commands import fused_bench, gemm_bench, options, pool_bench, profiling_bench, step_bench
+from moesaic.commands import fused_bench, gemm_bench, options, pool_bench, profiling_bench, sampler_bench, step_bench
 from moesaic.commands.output import Tables, UsageError, format_bytes, print_json, stdout_for_json
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def add_parser(commands: Any) -> None:
     pool_bench.add_parser(benches)
     step_bench.add_parser(benches)
     profiling_bench.add_parser(benches)
+    sampler_bench.add_parser(benches)
 
 
 def _add_layer_options(parser: argparse.ArgumentParser) -> None:

@@ -226,8 +226,11 @@ def load(path: str | os.PathLike[str]) -> Document:
         ProfileError: there is no such file, it is no complete profile, of another schema, or of a run in which the
             engine did nothing.
     """
+    path = Path(path)
+    if path.is_dir():  # an archive of a run (archive.py)
+        path = path / "profile.json"
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ProfileError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:

@@ -1,0 +1,331 @@
+"""`moesaic bench sampler`: tokens from logits, beside what else draws them and the time to read the logits once."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesaic.commands import options
+from moesaic.commands.output import CommandError, Tables, UsageError, print_json, stdout_for_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from moesaic.commands.sampler_peers import Call
+
+SCHEMA = 1
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "top_k": {"top_k": 50},
+    "top_p": {"top_p": 0.9},
+    "both": {"top_k": 50, "top_p": 0.9},
+    "greedy": {"temperature": 0.0},
+}
+DISTRIBUTIONS = ("model", "flat")
+DTYPES = ("float32", "bfloat16", "float16")
+PEERS = ("torch", "torch_compile", "numpy")
+
+_DESCRIPTION = """\
+Draws a token for each row of logits with moesaic.sampling.sample and with its peers in turn: torch, the processors of
+transformers with softmax and multinomial; torch_compile, the same compiled; numpy, on one thread. Distributions:
+"model", whose probabilities fall as those of a language model (a power of the rank); "flat", normal logits. read: the
+time to read the logits once from memory on the same threads, by the bandwidth probed around each repetition; the rows
+come from memory, not from a cache, as far as 512 MiB of copies go. First the kept sets and probabilities are compared
+with a reference in double precision; exits 1 if they differ. Stages: thread time by stage of calls apart from the
+timed ones."""
+
+_COPIES_BYTES = 512 << 20
+_MOST_COPIES = 1000
+_PROBE_SECONDS = 0.02
+
+
+def add_parser(benches: Any) -> None:
+    """Adds the command to those of `bench`."""
+    parser = benches.add_parser("sampler", help="tokens from logits", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("--vocabulary", type=options.positive, default=151_936, metavar="V", help="default 151936")
+    add("--rows", type=options.several(options.positive), default=[1, 8, 16, 64], metavar="N[,N...]", help="1,8,16,64")
+    add("--settings", default="plain,top_k,top_p,both", metavar="NAME[,NAME...]", help=f"of {', '.join(SETTINGS)}")
+    add("--distributions", default="model,flat", metavar="NAME[,NAME]", help="model, flat")
+    add("--dtype", choices=DTYPES, default="float32", help="of the logits (default float32)")
+    add(
+        "--peers", default="torch", metavar="NAME[,NAME...]", help=f"of {', '.join(PEERS)}; empty: none (default torch)"
+    )
+    add("--reps", type=options.positive, default=20, metavar="R", help="timed repetitions (default 20)")
+    add("--warmup", type=options.positive, default=3, metavar="W", help="calls before them (default 3)")
+    add("--diffusion", action="store_true", help="also block-diffusion decoding of a small model, by stage")
+    add("--archive", metavar="NAME", help="also write profile_runs/<time>_NAME/, for `moesaic profile diff`")
+    options.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; 0, or 1 if a result is wrong.
+
+    Raises:
+        UsageError: an unknown name.
+        CommandError: the archive cannot be written.
+    """
+    chosen = {
+        "settings": _names("settings", args.settings, tuple(SETTINGS)),
+        "distributions": _names("distributions", args.distributions, DISTRIBUTIONS),
+        "peers": _names("peers", args.peers, PEERS),
+    }
+    with stdout_for_json(args.json):
+        document, profile = measure(args, chosen, options.progress())
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        _show(document)
+    if args.archive is not None:
+        from moesaic.profiles.archive import write_archive
+
+        try:
+            folder = write_archive(Path("profile_runs"), args.archive, document, profile, text.getvalue())
+        except (OSError, ValueError) as error:
+            raise CommandError(f"--archive {args.archive}: {error}") from error
+        print(f"moesaic: written to {folder}", file=sys.stderr)
+    if args.json:
+        print_json(document)
+    else:
+        _show(document)
+    wrong = [case for case in document["cases"] if not case["verified"]]
+    for case in wrong:
+        where = f"{case['rows']} rows, {case['setting']}, {case['distribution']}"
+        print(f"moesaic: {where}: not what the reference keeps", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"argument --{option}: '{name}' is none of {', '.join(known)}")
+    return names
+
+
+def measure(
+    args: argparse.Namespace, chosen: dict[str, list[str]], progress: Callable[[str], None]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The document that --json prints, and the profile of the calls by stage."""
+    import torch
+
+    import moesaic
+    from moesaic import _core
+
+    threads = _core.get_num_threads()
+    probe = _core.ReadProbe(threads)
+    cases: list[dict[str, Any]] = []
+    kept: list[tuple[Call, torch.Tensor]] = []
+    left_out: dict[str, str] = {}
+    for distribution in chosen["distributions"]:
+        for rows in args.rows:
+            batches = _batches(distribution, rows, args.vocabulary, getattr(torch, args.dtype))
+            for setting in chosen["settings"]:
+                progress(f"{distribution}, {rows} rows, {setting}")
+                calls, reasons = _calls(setting, chosen["peers"], batches[0])
+                left_out |= reasons
+                case = _measure_case(args, setting, batches, calls, probe)
+                kept.append((calls["moesaic"], batches[0]))
+                cases.append({"rows": rows, "setting": setting, "distribution": distribution, **case})
+    document = {
+        "schema": SCHEMA,
+        "host": {"cpu": _core.cpu_name(), "isa": _core.isa(), "threads": threads, "torch": torch.__version__},
+        "vocabulary": args.vocabulary,
+        "dtype": args.dtype,
+        "cases": cases,
+        "left_out": left_out,
+        "diffusion": _diffusion(args.vocabulary) if args.diffusion else None,
+    }
+    # For later comparison: steps of one call of every case.
+    with moesaic.profile() as profile:
+        for _ in range(max(4, args.reps)):
+            for call, logits in kept:
+                call(logits)
+            profile.step()
+    return document, profile.document()
+
+
+def _batches(distribution: str, rows: int, vocabulary: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Copies of one batch, as many as no cache holds."""
+    import torch
+
+    from moesaic import _core
+
+    generator = torch.Generator().manual_seed(0)
+    if distribution == "flat":
+        logits = torch.randn(rows, vocabulary, generator=generator)
+    else:
+        ranks = torch.argsort(torch.rand(rows, vocabulary, generator=generator), dim=-1)
+        logits = -1.5 * (ranks.float() + 1).log() + 0.3 * torch.randn(rows, vocabulary, generator=generator)
+    logits = logits.to(dtype)
+    enough = 2 * max(_core.last_level_cache_bytes(), 32 << 20)
+    copies = max(1, min(-(-enough // logits.nbytes), _COPIES_BYTES // logits.nbytes, _MOST_COPIES))
+    return [logits, *(logits.clone() for _ in range(copies - 1))]
+
+
+def _calls(setting: str, peers: Sequence[str], example: torch.Tensor) -> tuple[dict[str, Call], dict[str, str]]:
+    """moesaic's call and those of the peers that run here; why the others do not."""
+    from moesaic.commands import sampler_peers
+    from moesaic.sampling import sample
+
+    values = SETTINGS[setting]
+    calls: dict[str, Call] = {"moesaic": lambda logits: sample(logits, **values)}
+    reasons = {}
+    for peer in peers if setting != "greedy" else ():
+        try:
+            if peer == "torch":
+                calls[peer] = sampler_peers.pipeline(values)
+            elif peer == "torch_compile":
+                calls[peer] = sampler_peers.compiled(values, example)
+            else:
+                calls[peer] = sampler_peers.numpy(values)
+        except sampler_peers.UnavailableError as error:
+            reasons[peer] = str(error)
+    return calls, reasons
+
+
+def _measure_case(
+    args: argparse.Namespace, setting: str, batches: Sequence[torch.Tensor], calls: dict[str, Call], probe: Any
+) -> dict[str, Any]:
+    import moesaic
+    from moesaic.commands.measure import summary
+
+    verified = _verify(batches[0], SETTINGS[setting])
+    turn = 0
+
+    def timed(call: Call) -> float:
+        nonlocal turn
+        turn = (turn + 1) % len(batches)
+        begin = time.perf_counter()
+        call(batches[turn])
+        return (time.perf_counter() - begin) * 1e6
+
+    for call in calls.values():
+        for _ in range(args.warmup):
+            timed(call)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    fractions, bandwidths = [], []
+    for _ in range(args.reps):
+        before = probe.measure(_PROBE_SECONDS)
+        for name, call in calls.items():
+            times[name].append(timed(call))
+            if name == "moesaic":
+                after = probe.measure(_PROBE_SECONDS)
+                bandwidths += [before, after]
+                fractions.append(batches[0].nbytes / ((before + after) / 2) / 1e3 / times[name][-1])
+    with moesaic.profile() as profile:
+        for _ in range(max(4, args.reps // 2)):
+            timed(calls["moesaic"])
+    stages = {row["name"]: row["thread_ms"] for row in profile.phases() if row["category"] == "sample"}
+    median = statistics.median(times["moesaic"])
+    return {
+        "verified": verified,
+        "bytes": batches[0].nbytes,
+        "copies": len(batches),
+        "read_gbps": statistics.median(bandwidths),
+        "moesaic": {"us": summary(times["moesaic"]), "fraction_of_read": statistics.median(fractions)},
+        "stages_ms": {name: ms / max(4, args.reps // 2) for name, ms in stages.items()},
+        "peers": {
+            name: {"us": summary(values), "ratio": statistics.median(values) / median}
+            for name, values in times.items()
+            if name != "moesaic"
+        },
+    }
+
+
+def _verify(logits: torch.Tensor, setting: dict[str, Any]) -> bool:
+    """Whether the first rows keep what the reference keeps, and the probability of their tokens is right."""
+    from moesaic import sampling
+    from moesaic.commands.sampler_peers import reference_kept
+
+    rows = logits[:4]
+    ids, probability = sampling.sample(rows, **setting, return_confidence=True)
+    if setting.get("temperature") == 0:
+        return bool((ids == rows.argmax(-1)).all())
+    kept = reference_kept(rows, setting)
+    if not bool((sampling.kept(rows, **setting) == kept).all()):
+        return False
+    expected = rows.double().masked_fill(~kept, float("-inf")).softmax(-1).gather(1, ids[:, None])[:, 0]
+    return bool(((probability - expected).abs() <= 1e-5 * expected).all())
+
+
+def _diffusion(vocabulary: int) -> list[dict[str, Any]]:
+    """The decoding loop of a small model with random weights, with the engine's sampler and with PyTorch's, in turn."""
+    import torch
+    from torch import nn
+
+    from moesaic.commands.sampler_peers import diffusion_draw
+    from moesaic.sampling import BlockDiffusion
+
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(256, 4, 512, batch_first=True)
+    encoder = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(vocabulary, 256), encoder, nn.Linear(256, vocabulary, bias=False)).eval()
+    prompt = torch.randint(0, vocabulary - 1, (1, 16))
+    rows = []
+    for steps in (16, 8):
+        sums: dict[str, dict[str, list[float]]] = {"moesaic": {}, "torch": {}}
+        for _ in range(4):  # the first is a warm-up
+            for name, draw in (("moesaic", None), ("torch", diffusion_draw)):
+                decoding = BlockDiffusion(16, steps, mask_token_id=vocabulary - 1, draw=draw)
+                for stage, seconds in decoding.generate(model, prompt, 32).seconds.items():
+                    sums[name].setdefault(stage, []).append(seconds)
+        found = {name: {s: 1e3 * statistics.median(v[1:]) for s, v in stages.items()} for name, stages in sums.items()}
+        ratio = sum(found["torch"].values()) / sum(found["moesaic"].values())
+        rows.append({"block_length": 16, "denoising_steps": steps, "new_tokens": 32, "ms": found, "ratio": ratio})
+    return rows
+
+
+def _show(document: dict[str, Any]) -> None:
+    tables = Tables()
+    host = document["host"]
+    tables.heading(f"{host['cpu']}, {host['isa']}, {host['threads']} threads")
+    tables.line(f"vocabulary {document['vocabulary']:,}, {document['dtype']} logits")
+    for peer, reason in document["left_out"].items():
+        tables.line(f"{peer} left out: {reason}")
+    peers = list(dict.fromkeys(name for case in document["cases"] for name in case["peers"]))
+    rows = []
+    for case in document["cases"]:
+        own = case["moesaic"]
+        rows.append(
+            [
+                case["distribution"],
+                str(case["rows"]),
+                case["setting"],
+                f"{own['us']['median']:,.0f}",
+                f"{own['us']['min']:,.0f}",
+                f"{case['bytes'] / case['read_gbps'] / 1e3:,.0f}",
+                f"{own['fraction_of_read']:.2f}",
+                *(f"{case['peers'][peer]['ratio']:.1f}x" if peer in case["peers"] else "-" for peer in peers),
+                "yes" if case["verified"] else "NO",
+            ]
+        )
+    header = ["logits", "rows", "setting", "us", "min", "read us", "read / it", *(f"{p} / it" for p in peers), "right"]
+    tables.table("a token for each row, medians", header, rows)
+    names = list(dict.fromkeys(name for case in document["cases"] for name in case["stages_ms"]))
+    stages = [
+        [case["distribution"], str(case["rows"]), case["setting"]]
+        + [f"{1e3 * case['stages_ms'][name]:,.1f}" if name in case["stages_ms"] else "-" for name in names]
+        for case in document["cases"]
+    ]
+    tables.table("thread us a call by stage", ["logits", "rows", "setting", *names], stages)
+    if document["diffusion"]:
+        rows = [
+            [
+                str(row["denoising_steps"]),
+                name,
+                *(f"{row['ms'][name][s]:,.1f}" for s in ("model", "sample", "fill")),
+                f"{row['ratio']:.2f}x" if name == "torch" else "-",
+            ]
+            for row in document["diffusion"]
+            for name in row["ms"]
+        ]
+        title = "block diffusion, blocks of 16, 32 tokens, ms"
+        tables.table(title, ["steps", "sampler", "model", "sample", "fill", "torch / it"], rows)

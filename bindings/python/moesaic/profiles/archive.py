@@ -1,0 +1,56 @@
+"""Archives of runs: ``profile_runs/<time>_<name>/`` with everything that a run found, for later comparison.
+
+``result.json`` is the command's own document, ``profile.json`` the engine's profile of it, ``table.txt`` what people
+read. ``moesaic profile diff`` takes two such folders.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PROFILE", "write_archive"]
+
+PROFILE = "profile.json"
+
+
+def write_archive(
+    root: Path, name: str, result: Mapping[str, Any], profile: Mapping[str, Any] | None, table: str
+) -> Path:
+    """Writes one run.
+
+    Args:
+        root: where the folders of all runs are, ``profile_runs`` say; made if it is not there.
+        name: what was run; letters, digits, ``.``, ``-`` and ``_``.
+        result: the command's document.
+        profile: `moesaic.Profile.document`; None: the engine was not profiled.
+        table: the text that people read.
+
+    Returns:
+        The new folder; a number is put behind the name of a second one in the same second.
+
+    Raises:
+        ValueError: the name holds something else.
+        OSError: the folder cannot be written.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        raise ValueError(f"name is {name!r}; expected letters, digits, '.', '-' and '_'")
+    stem = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}_{name}"
+    root.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 1000):
+        folder = root / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        break
+    files = {"result.json": result, PROFILE: profile}
+    for file, document in files.items():
+        if document is not None:
+            (folder / file).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / "table.txt").write_text(table, encoding="utf-8")
+    return folder

@@ -1,0 +1,69 @@
+"""`moesaic bench sampler`, and its archives."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from moesaic.cli import main
+from moesaic.commands.sampler_peers import UnavailableError, numpy, pipeline, reference_kept
+from moesaic.profiles.archive import write_archive
+
+SMALL = ["--vocabulary", "3000", "--rows", "2", "--reps", "4", "--warmup", "1"]
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_document_archive_and_diff(in_folder, capsys):
+    names = ["--settings", "plain,both,greedy", "--peers", "torch,numpy", "--diffusion", "--archive", "first", "--json"]
+    assert main(["bench", "sampler", *SMALL, *names]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["cases"]) == 6 and all(case["verified"] for case in document["cases"])
+    for case in document["cases"]:
+        assert case["moesaic"]["fraction_of_read"] > 0 and case["stages_ms"]["draw"] > 0
+        assert set(case["peers"]) == (set() if case["setting"] == "greedy" else {"torch", "numpy"})
+    assert [row["denoising_steps"] for row in document["diffusion"]] == [16, 8]
+    (folder,) = (in_folder / "profile_runs").iterdir()
+    assert folder.name.endswith("_first")
+    assert json.loads((folder / "result.json").read_text()) == document
+    assert "a token for each row" in (folder / "table.txt").read_text()
+    assert main(["profile", "diff", str(folder), str(folder), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["phase"] for row in rows} == {"(wall clock)", "softmax", "select", "draw"}
+    assert {row["verdict"] for row in rows} == {"same"}
+
+
+def test_table(in_folder, capsys):
+    assert main(["bench", "sampler", *SMALL, "--settings", "top_p", "--distributions", "flat", "--peers", ""]) == 0
+    text = capsys.readouterr().out
+    assert "top_p" in text and "thread us a call by stage" in text
+    assert not (in_folder / "profile_runs").exists()
+
+
+@pytest.mark.parametrize("option", ["settings", "distributions", "peers"])
+def test_unknown_names(option, capsys):
+    assert main(["bench", "sampler", f"--{option}", "nonsense"]) == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+def test_archives_of_one_second_do_not_collide(tmp_path):
+    folders = {write_archive(tmp_path / "runs", "x", {"a": 1}, None, "t") for _ in range(3)}
+    assert len(folders) == 3 and not (next(iter(folders)) / "profile.json").exists()
+    with pytest.raises(ValueError, match="name is 'a/b'"):
+        write_archive(tmp_path, "a/b", {}, None, "")
+
+
+@pytest.mark.parametrize("setting", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.6}])
+def test_peers_draw_from_what_the_reference_keeps(setting):
+    logits = torch.randn(64, 40, generator=torch.Generator().manual_seed(1))
+    kept = reference_kept(logits, setting)
+    for call in (pipeline(setting), numpy(setting)):
+        drawn = torch.as_tensor(call(logits))
+        assert kept.gather(1, drawn[:, None]).all()
+    assert issubclass(UnavailableError, Exception)
