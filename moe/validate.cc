@@ -9,6 +9,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu_kernels/tensor_access.h"
@@ -97,7 +98,9 @@ void CheckTensor(const std::string& name, const TensorView& view, std::initializ
 bool IsDistinct(const TensorView& view) {
   std::array<int, 3> dims = {0, 1, 2};
   const auto stride = [&view](int d) { return std::abs(view.stride[static_cast<std::size_t>(d)]); };
-  std::sort(dims.begin(), dims.begin() + view.rank, [&](int a, int b) { return stride(a) < stride(b); });
+  for (int n = 1; n < view.rank; ++n) {
+    for (int m = n; m > 0 && stride(dims[m]) < stride(dims[m - 1]); --m) std::swap(dims[m], dims[m - 1]);
+  }
   std::int64_t reach = 0;
   for (int n = 0; n < view.rank; ++n) {
     const std::int64_t steps = view.shape[static_cast<std::size_t>(dims[n])] - 1;

@@ -316,7 +316,11 @@ class LinearRun {
 };
 
 std::string ShapeText(const TensorView& view) {
-  return "[" + std::to_string(view.shape[0]) + ", " + std::to_string(view.shape[1]) + "]";
+  std::string text = "[";
+  text += std::to_string(view.shape[0]);
+  text += ", ";
+  text += std::to_string(view.shape[1]);
+  return text += "]";
 }
 
 const char* NameOf(DType dtype) { return dtype == DType::kFloat32 ? "float32" : "bfloat16"; }

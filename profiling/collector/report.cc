@@ -35,7 +35,7 @@ std::string Quoted(const std::string& text) {
 
 std::string WithCommas(std::string number) {
   const std::size_t point = std::min(number.find('.'), number.size());
-  for (std::size_t i = point; i > 3; i -= 3) number.insert(i - 3, ",");
+  for (std::size_t i = point; i > 3; i -= 3) number.insert(i - 3, 1, ',');
   return number;
 }
 

@@ -162,7 +162,9 @@ void CheckEpilogue(const KernelTier& tier, DType dtype, std::int64_t columns, co
       ExpectNear(dtype, pre(r, i), expected.pre[at], "pre", r, i);
       if (c.norm != Norm::kNone) ExpectNear(dtype, normalized(r, i), expected.normalized[at], "normalized", r, i);
     }
-    if (c.norm != Norm::kNone) ASSERT_NEAR(inverse_std[r], expected.inverse_std, 2e-6 * expected.inverse_std);
+    if (c.norm != Norm::kNone) {
+      ASSERT_NEAR(inverse_std[r], expected.inverse_std, 2e-6 * expected.inverse_std);
+    }
   }
 }
 
