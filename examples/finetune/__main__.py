@@ -163,8 +163,6 @@ def show(results: dict[str, Result], options: argparse.Namespace, console: Conso
     if "moesaic" in results:
         facts = results["moesaic"].facts
         console.print(report.phases(facts["phases"], facts["threads"]))
-        if facts["parts"] is not None:  # a run of a single step has none
-            console.print(report.parts(facts["parts"]))
     if len(results) == 2:
         found.append(losses_agree(results))
     if "moesaic" in results:

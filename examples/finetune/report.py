@@ -181,19 +181,6 @@ def phases(rows: Sequence[Mapping[str, Any]], threads: int) -> Table:
     return table
 
 
-def parts(milliseconds: Mapping[str, float]) -> Table:
-    """What one step of the engine's run was made of, as torch.profiler saw it; recording lengthens all but the
-    experts."""
-    table = Table(box=SIMPLE_HEAD, title="what a step is made of (one step, recorded)", title_justify="left")
-    table.add_column("part", no_wrap=True)
-    for column in ("ms", "share"):
-        table.add_column(column, justify="right", no_wrap=True)
-    whole = sum(milliseconds.values()) or 1.0
-    for name, value in milliseconds.items():
-        table.add_row(name.replace("_", " "), f"{value:,.1f}", f"{value / whole:.1%}")
-    return table
-
-
 def checks(found: Sequence[Check]) -> Panel:
     """The verdict."""
     lines = []

@@ -242,19 +242,10 @@ def train(run: Run) -> None:
     trainer.remove_callback(PrinterCallback)
     emit("state", text="training", loaded_bytes=resident_bytes(), rows=len(rows))
     if run.name == "moesaic":
-        # Beside the loss in whatever `report_to` names; here, what a step is made of.
-        callback = moesaic.hf.ProfileCallback(trainer)
-        trainer.add_callback(callback)
         with moesaic.profile() as profile:
             trainer.train()
         profile.save(out / "profile.json")
-        emit(
-            "profile",
-            phases=profile.phases(),
-            parts=callback.parts,
-            isa=moesaic.isa(),
-            threads=moesaic.get_num_threads(),
-        )
+        emit("profile", phases=profile.phases(), isa=moesaic.isa(), threads=moesaic.get_num_threads())
     else:
         trainer.train()
     emit(
