@@ -173,7 +173,6 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
 }
 
 void BackwardPass::BlockGradients(const Job& job, const BackwardBuffers& buffers, const SwigluBackwardArgs& block) {
-  const ExpertLora& expert = LoraOf(job);
   const auto sum = [&](Phase phase, LoraMatrix m, const TileMatrix& left, const SplitTiles& right) {
     if (!lora.wants(m)) return;
     PhaseRange range(phase);
@@ -183,7 +182,7 @@ void BackwardPass::BlockGradients(const Job& job, const BackwardBuffers& buffers
     gemm.panels = CeilDiv(block.rows, kPanelRows);
     gemm.ldc = RoundUp(lora.columns(m), kTileColumns);
     // The expert's first job starts the sums.
-    gemm.c = (job.previous < 0 ? expert.gradient[m] : buffers.partial[m]) + block.block * kTileColumns * gemm.ldc;
+    gemm.c = (job.previous < 0 ? LoraOf(job).gradient[m] : buffers.partial[m]) + block.block * kTileColumns * gemm.ldc;
     kernels.gradient_gemm(gemm);
     range.AddWork(2.0 * job.rows * block.rows * lora.columns(m), 0);
   };
