@@ -320,7 +320,7 @@ std::string ShapeText(const TensorView& view) {
   text += std::to_string(view.shape[0]);
   text += ", ";
   text += std::to_string(view.shape[1]);
-  return text += "]";
+  return text += ']';
 }
 
 const char* NameOf(DType dtype) { return dtype == DType::kFloat32 ? "float32" : "bfloat16"; }
