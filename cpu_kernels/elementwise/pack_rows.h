@@ -80,7 +80,7 @@ MOESAIC_INLINE void PermuteTileRow(const BFloat16* in, BFloat16* out) {
 }
 
 /// Rows are gathered from all over the tensor, sixteen at a time: too many places for the hardware to run ahead in. This many
-/// tiles, in the order in which they are filled. (To L2: to L1, or 8 tiles ahead, took a tenth longer.)
+/// tiles, in the order in which they are filled. (To L2: 8 tiles ahead to L1 took a tenth longer.)
 inline constexpr std::int64_t kPrefetchTiles = 16;
 
 MOESAIC_INLINE void Prefetch(const PackRowsArgs& args, std::int64_t row, std::int64_t column) {
