@@ -410,15 +410,18 @@ def test_pretended_numa_nodes(run_python: RunPython) -> None:
 
 
 def test_amx_beside_a_small_signal_stack(run_python: RunPython) -> None:
-    """The kernel refuses tiles to a process with a signal stack that could not hold them: another tier serves."""
+    """The kernel refuses tiles to a process with a signal stack that could not hold them: another tier serves.
+
+    8,192 bytes hold the frame of AVX-512 (3,632) and Python's handler above it, but not the 8,192 bytes of the tiles.
+    """
     check(
         run_python(
             """
 import ctypes
-stack = ctypes.create_string_buffer(4096)
+stack = ctypes.create_string_buffer(8192)
 class Stack(ctypes.Structure):
     _fields_ = [("pointer", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
-assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(stack), 0, 4096)), None) == 0
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(stack), 0, 8192)), None) == 0
 """
             + program("""
             assert _core.verify_isa(moesaic.isa()) and step() == step()
