@@ -2,8 +2,8 @@
 //
 // Matrices are tiles of bf16 (gemm/tiles.h), results fp32. Every output element has one accumulator that adds the products in
 // ascending order of the contraction index, segment after segment: no blocking, splitting or thread count changes a bit. (The
-// onednn tier adds up parts of 256 products each, cut in one way.) No function here throws, but onednn's where oneDNN fails, or
-// takes a lock; all may run on any number of threads at once.
+// onednn tier adds up parts of 256 products each, cut in one way, and the direct form for few rows 16 interleaved parts.) No
+// function here throws, but onednn's where oneDNN fails, or takes a lock; all may run on any number of threads at once.
 #pragma once
 
 #include <cstdint>
@@ -44,6 +44,8 @@ struct DirectGemmArgs {
   float* c = nullptr;                  ///< [16 panels][ldc], 64-byte aligned rows
   std::int64_t ldc = 0;                ///< elements, a multiple of 16
   bool accumulate = false;             ///< start from C instead of 0
+  std::int64_t few_rows = 0;           ///< 1 to KernelTier::most_few_rows: activations are one panel of stored tiles, of which
+                                       ///< so many rows count, and the other 16 - few_rows columns of C become 0
   BFloat16* scratch = nullptr;         ///< DirectScratchElements(...), 64-byte aligned: decoded weights; null for bf16
   PrefetchRange prefetch;
 };
@@ -62,7 +64,8 @@ struct UnpackGemmArgs {
   std::int64_t columns = 0;  ///< columns of C / 32
   float* c = nullptr;        ///< [16 panels][ldc] fp32; or null, and the result goes to `rows`
   std::int64_t ldc = 0;
-  bool accumulate = false;          ///< start from C instead of 0 (only with c)
+  bool accumulate = false;    ///< start from C instead of 0 (only with c)
+  std::int64_t few_rows = 0;  ///< 1 to KernelTier::most_few_rows: so many rows of one panel count, and no others are written
   BFloat16* const* rows = nullptr;  ///< one pointer for each row of C, rounded to bf16; null: the row is dropped
   BFloat16* scratch = nullptr;      ///< UnpackScratchElements(...), 64-byte aligned
 };
@@ -106,10 +109,11 @@ struct PackRowsArgs {
   std::int64_t tile_columns = 0;
 };
 
-/// A tile column of pairs of a matrix [rows][columns], as operand tiles of its transpose [32][rows], in which a gradient
-/// contracts over the rows. Rows beyond the panels of `pairs` become zeros.
+/// A tile column of pairs, or of stored tiles, of a matrix [rows][columns], as operand tiles of its transpose [32][rows], in
+/// which a gradient contracts over the rows. Rows beyond its panels become zeros.
 struct TransposePairsArgs {
   TileMatrix pairs;
+  bool stored = false;      ///< `pairs` holds stored tiles
   std::int64_t column = 0;  ///< of tiles
   TileMatrix transposed;    ///< two panels; columns: rows / 32
 };
@@ -209,10 +213,11 @@ using TransposeFunction = void (*)(const float* const* rows, float* out, std::in
 /// One tier of kernels.
 struct KernelTier {
   const char* name;
-  std::int64_t left_panels;   ///< of one cell (tile_gemm.h): what its edges are a multiple of
-  std::int64_t right_panels;  ///<
-  bool unpack_overlaps;       ///< the unpack form interleaves weights beside its products instead of before them
-  bool (*runs_here)();        ///< supported by the CPU and permitted by the operating system
+  std::int64_t left_panels;    ///< of one cell (tile_gemm.h): what its edges are a multiple of
+  std::int64_t right_panels;   ///<
+  std::int64_t most_few_rows;  ///< see DirectGemmArgs::few_rows; 0: there is no such form
+  bool unpack_overlaps;        ///< the unpack form interleaves weights beside its products instead of before them
+  bool (*runs_here)();         ///< supported by the CPU and permitted by the operating system
   void (*direct_gemm)(const DirectGemmArgs&);
   void (*unpack_gemm)(const UnpackGemmArgs&);
   void (*gradient_gemm)(const GradientGemmArgs&);

@@ -11,6 +11,7 @@
 #include "cpu_kernels/fused/fp32_gemm.h"
 #include "cpu_kernels/fused/row_epilogue.h"
 #include "cpu_kernels/fused/silu_mul.h"
+#include "cpu_kernels/gemm/few_rows.h"
 #include "cpu_kernels/gemm/tile_gemm.h"
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/sampling/table.h"
@@ -18,14 +19,31 @@
 namespace {
 
 template <class Cell>
+void Direct(const DirectGemmArgs& args) {
+  if constexpr (Cell::kMostFewRows > 0) {
+    if (args.few_rows > 0) return FewRowsDirect<typename Cell::Product>(args);
+  }
+  DirectGemm<Cell>(args);
+}
+
+template <class Cell>
+void Unpack(const UnpackGemmArgs& args) {
+  if constexpr (Cell::kMostFewRows > 0) {
+    if (args.few_rows > 0) return FewRowsUnpack<typename Cell::Product>(args);
+  }
+  UnpackGemm<Cell>(args);
+}
+
+template <class Cell>
 constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
   return {name,
           Cell::kMaxA,
           Cell::kMaxB,
+          Cell::kMostFewRows,
           Cell::kVectorsIdle,
           runs_here,
-          DirectGemm<Cell>,
-          UnpackGemm<Cell>,
+          Direct<Cell>,
+          Unpack<Cell>,
           GradientGemm<Cell>,
           PackRows,
           TransposePairs,

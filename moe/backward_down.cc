@@ -32,7 +32,7 @@ void BackwardPass::ScatterAndPack(std::int64_t index, std::int64_t) {
     pack.dtype = d_out_.dtype;
     pack.count = job.rows;
     pack.columns = config.hidden_size;
-    pack.pairs = buffers.d;
+    DirectTiles(job, pack) = buffers.d;
     pack.panels = buffers.d.panels;
     pack.tile_columns = buffers.d.columns;
     kernels.pack_rows(pack);
@@ -74,6 +74,7 @@ void BackwardPass::DownLoraLow(const Job& job, const BackwardBuffers& buffers) {
   gemm.segments = {&segment, 1};
   gemm.panels = CeilDiv(r2, kPanelRows);
   gemm.activation_panels = panels;
+  gemm.few_rows = FewRows(job);
   gemm.c = q_t;
   gemm.ldc = ld;
   kernels.direct_gemm(gemm);
@@ -88,7 +89,7 @@ void BackwardPass::DownLoraLow(const Job& job, const BackwardBuffers& buffers) {
     }
     PackSplit(wq, job.rows, r2, rank, TileKind::kRowPairs, buffers.wq);
   }
-  PackSplit(q, job.rows, r2, rank, TileKind::kPairs, buffers.q);
+  PackSplit(q, job.rows, r2, rank, DirectKind(job), buffers.q);
 }
 
 void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
@@ -105,6 +106,7 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   DirectGemmArgs gemm;
   gemm.segments = segments;
   gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
+  gemm.few_rows = FewRows(job);
   gemm.ldc = gemm.activation_panels * kPanelRows;
   const std::int64_t capacity = RoundUp(job.rows, kTileColumns);
   TileMatrix transposed = TileMatrix::Activations(nullptr, kTileColumns, capacity);

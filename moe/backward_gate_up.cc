@@ -43,6 +43,7 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
   UnpackGemmArgs gemm;
   gemm.segments = segments;
   gemm.panels = panels;
+  gemm.few_rows = FewRows(job);
   gemm.columns = rank / kTileColumns;
   const std::int64_t scratch = UnpackScratchElements(gemm.segments);
   Carver carver(ThreadScratch(2 * ld * rank * static_cast<std::int64_t>(sizeof(float)) + 2 * scratch + 192));
@@ -88,6 +89,7 @@ void BackwardPass::DownGradients(const Job& job, const BackwardBuffers& buffers,
   for (std::int64_t column = columns.begin; column < columns.end; ++column) {
     TransposePairsArgs transpose;
     transpose.pairs = buffers.d;
+    transpose.stored = FewRows(job) > 0;
     transpose.column = column;
     transpose.transposed = left;
     kernels.transpose_pairs(transpose);
@@ -156,6 +158,7 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   UnpackGemmArgs gemm;
   gemm.segments = segments;
   gemm.panels = CeilDiv(job.rows, kPanelRows);
+  gemm.few_rows = FewRows(job);
   gemm.first_column = columns.begin;
   gemm.columns = columns.end - columns.begin;
   gemm.rows = rows;

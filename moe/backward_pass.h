@@ -10,8 +10,8 @@ namespace moesaic::moe {
 
 /// Activations of one job between its stages. Those that only gradients need are left empty where none is wanted.
 struct BackwardBuffers {
-  TileMatrix d;       ///< pairs [rows][H]: D_e
-  SplitTiles q;       ///< pairs [rows][R2]: s D_e B_d
+  TileMatrix d;       ///< pairs, or stored where the rows are few, [rows][H]: D_e
+  SplitTiles q;       ///< the same [rows][R2]: s D_e B_d
   TileMatrix d_gate;  ///< operand [rows][I]: dG
   TileMatrix d_up;    ///< operand [rows][I]: dU
   SplitTiles p;       ///< operand [rows][R1]: s (dG B_g + dU B_u)

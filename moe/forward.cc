@@ -15,8 +15,8 @@ namespace {
 
 /// Activations of one job between its stages.
 struct ForwardBuffers {
-  TileMatrix x;    ///< pairs [rows][H]
-  SplitTiles low;  ///< pairs [rows][R1]: s X A^T of gate and up
+  TileMatrix x;    ///< pairs, or stored where the rows are few, [rows][H]
+  SplitTiles low;  ///< the same [rows][R1]: s X A^T of gate and up
   TileMatrix z;    ///< operand [rows][I]
   SplitTiles v;    ///< operand [rows][R2]: s Z A_d^T
 
@@ -126,7 +126,7 @@ class ForwardPass : public Pass {
       pack.dtype = hidden_.dtype;
       pack.count = job.rows;
       pack.columns = config.hidden_size;
-      pack.pairs = buffers.x;
+      DirectTiles(job, pack) = buffers.x;
       pack.panels = buffers.x.panels;
       pack.tile_columns = buffers.x.columns;
       kernels.pack_rows(pack);
@@ -142,6 +142,7 @@ class ForwardPass : public Pass {
     gemm.segments = {&segment, 1};
     gemm.panels = CeilDiv(lora.input_rank(), kPanelRows);
     gemm.activation_panels = panels;
+    gemm.few_rows = FewRows(job);
     gemm.c = low_t;
     gemm.ldc = ld;
     kernels.direct_gemm(gemm);
@@ -150,7 +151,7 @@ class ForwardPass : public Pass {
     // Every shard needs it and has the same; one saves it.
     BFloat16* saved =
         args_.saved != nullptr && job.shard == 0 ? args_.saved->gate_up_low + job.begin * lora.input_rank() : nullptr;
-    PackLow(job, low, rank, lora.input_rank(), lora.input_scale(), TileKind::kPairs, buffers.low, saved);
+    PackLow(job, low, rank, lora.input_rank(), lora.input_scale(), DirectKind(job), buffers.low, saved);
   }
 
   /// [rows][rank] fp32, scaled in place, becomes tiles and what backward needs of it.
@@ -180,6 +181,7 @@ class ForwardPass : public Pass {
     }
     DirectGemmArgs gemm;
     gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
+    gemm.few_rows = FewRows(job);
     gemm.ldc = gemm.activation_panels * kPanelRows;
     Carver carver(ThreadScratch(2 * kTileColumns * gemm.ldc * static_cast<std::int64_t>(sizeof(float))));
     float* gate_sums = carver.Take<float>(kTileColumns * gemm.ldc);
@@ -235,6 +237,7 @@ class ForwardPass : public Pass {
     UnpackGemmArgs gemm;
     gemm.segments = {&segment, 1};
     gemm.panels = CeilDiv(job.rows, kPanelRows);
+    gemm.few_rows = FewRows(job);
     gemm.columns = rank / kTileColumns;
     const std::int64_t scratch = UnpackScratchElements(gemm.segments);
     Carver carver(ThreadScratch((gemm.panels * kPanelRows * rank * 2 + scratch) * 2 + 128));
@@ -263,6 +266,7 @@ class ForwardPass : public Pass {
     UnpackGemmArgs gemm;
     gemm.segments = segments;
     gemm.panels = CeilDiv(job.rows, kPanelRows);
+    gemm.few_rows = FewRows(job);
     gemm.first_column = columns.begin;
     gemm.columns = columns.end - columns.begin;
     gemm.rows = rows;

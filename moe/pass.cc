@@ -181,7 +181,10 @@ void Pass::PackSplit(float* values, std::int64_t rows, std::int64_t columns, std
   const bool row_pairs = kind == TileKind::kRowPairs;
   pack.panels = row_pairs ? 2 * tiles.hi.columns : tiles.hi.panels;
   pack.tile_columns = row_pairs ? CeilDiv(tiles.hi.panels, 2) : tiles.hi.columns;
-  TileMatrix& out = row_pairs ? pack.row_pairs : kind == TileKind::kPairs ? pack.pairs : pack.operand;
+  TileMatrix& out = row_pairs                   ? pack.row_pairs
+                    : kind == TileKind::kPairs  ? pack.pairs
+                    : kind == TileKind::kStored ? pack.stored
+                                                : pack.operand;
   out = tiles.hi;
   if (tiles.lo.data == nullptr) {
     for (std::int64_t i = 0; i < rows; ++i) {

@@ -160,9 +160,15 @@ class Pass {
   /// lie a multiple of 1 KB apart and share cache sets. (Measured: 5 to 15% of the GEMM that writes them.)
   std::int64_t row_pitch() const { return padded_hidden + (padded_hidden % 512 == 0 ? kTileColumns : 0); }
 
+  /// The few_rows of a job's GEMMs: its rows where the tier has a form for so few, else 0.
+  std::int64_t FewRows(const Job& job) const { return job.rows <= kernels.most_few_rows ? job.rows : 0; }
+  /// What a direct GEMM takes a job's activations as: pairs, or stored tiles where its rows are few.
+  TileMatrix& DirectTiles(const Job& job, PackRowsArgs& pack) const { return FewRows(job) > 0 ? pack.stored : pack.pairs; }
+
   /// Lays [rows][columns] fp32 out as hi and lo tiles, or as both in one. `values` [rows][ld] is overwritten; ld is at least
   /// a tile's columns for the latter.
-  enum class TileKind { kOperand, kPairs, kRowPairs };
+  enum class TileKind { kOperand, kPairs, kStored, kRowPairs };
+  TileKind DirectKind(const Job& job) const { return FewRows(job) > 0 ? TileKind::kStored : TileKind::kPairs; }
   void PackSplit(float* values, std::int64_t rows, std::int64_t columns, std::int64_t ld, TileKind kind,
                  const SplitTiles& tiles) const;
 

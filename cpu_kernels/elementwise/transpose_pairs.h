@@ -21,6 +21,11 @@ inline void TransposePairs(const TransposePairsArgs& args) {
       continue;
     }
     const BFloat16* from = args.pairs.Tile(panel, args.column);
+    alignas(64) BFloat16 pairs[kTileElements];
+    if (args.stored) {
+      Transpose16x16(from, pairs);
+      from = pairs;
+    }
     for (std::int64_t p = 0; p < kPanelRows; ++p) {
       // The columns of pair p, by the permutation of a stored tile: 4L + 2q and the next one, in the other half for q >= 2.
       BFloat16* to = (p % 4 < 2 ? low : high) + (p / 4 * 4 + p % 2 * 2) * kTileColumns;

@@ -5,15 +5,24 @@
 
 #include <immintrin.h>
 
+#include "cpu_kernels/gemm/few_rows.h"
 #include "cpu_kernels/gemm/tile_gemm.h"
 #include "cpu_kernels/simd.h"
 
 namespace {
 
+struct Avx512Bf16Product {
+  MOESAIC_INLINE static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b) {
+    return (F32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+};
+
 struct Avx512Bf16Cell {
   static constexpr int kMaxA = 1;
   static constexpr int kMaxB = 3;
   static constexpr bool kVectorsIdle = false;
+  static constexpr int kMostFewRows = ::kMostFewRows;
+  using Product = Avx512Bf16Product;
   struct Scope {};
 
   template <int NA, int NB, class Aside>

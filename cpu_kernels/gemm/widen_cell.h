@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu_kernels/gemm/few_rows.h"
 #include "cpu_kernels/gemm/tile_gemm.h"
 #include "cpu_kernels/simd.h"
 
@@ -34,6 +35,12 @@ struct VectorOf<16> {
   using Bits = U32x16;
 };
 
+struct WidenProduct {
+  MOESAIC_INLINE static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b) {
+    return sum + (F32x16)(a << 16) * (F32x16)(b << 16) + (F32x16)(a & 0xffff0000u) * (F32x16)(b & 0xffff0000u);
+  }
+};
+
 /// @tparam kLanes   floats in a vector of the machine: 4, 8 or 16
 /// @tparam kPanels  right panels multiplied at a time: kPanels * 16 / kLanes vectors of each row of C are in registers
 /// @tparam kGroup   rows of C in registers at a time
@@ -42,6 +49,8 @@ struct WidenCell {
   static constexpr int kMaxA = 1;
   static constexpr int kMaxB = 3;
   static constexpr bool kVectorsIdle = false;
+  static constexpr int kMostFewRows = kLanes == 16 ? ::kMostFewRows : 0;
+  using Product = WidenProduct;
   struct Scope {};
 
   template <int NA, int NB, class Aside>

@@ -77,6 +77,40 @@ TEST_P(CodecTest, DirectForm) {
   EXPECT_EQ(run(weights.compressed()), expected);
 }
 
+TEST_P(CodecTest, FewRows) {
+  if (tier_->most_few_rows == 0) GTEST_SKIP() << tier_->name << " has no form for few rows";
+  const CompressedWeights direct(RandomIntegers(83, 601, random_)), unpack(RandomIntegers(301, 83, random_));
+  const Tiles x(Order::kStored, RandomIntegers(16, 601, random_), false),
+      z(Order::kOperand, RandomIntegers(16, 301, random_), false);
+  const auto run = [&](const TileMatrix& along_columns, const TileMatrix& along_rows) {
+    const GemmSegment segment{along_columns, x.matrix()}, back{along_rows, z.matrix()};
+    const PoisonedBuffer c(96 * 16 * 4), y(16 * 96 * 4), scratch(DirectScratchElements({&segment, 1}) * 2);
+    DirectGemmArgs args;
+    args.segments = {&segment, 1};
+    args.panels = 6;
+    args.activation_panels = 1;
+    args.c = c.As<float>();
+    args.ldc = 16;
+    args.few_rows = 5;
+    args.scratch = scratch.As<BFloat16>();
+    tier_->direct_gemm(args);
+    UnpackGemmArgs to_rows;
+    to_rows.segments = {&back, 1};
+    to_rows.panels = 1;
+    to_rows.columns = 3;
+    to_rows.c = y.As<float>();
+    to_rows.ldc = 96;
+    to_rows.few_rows = 5;
+    tier_->unpack_gemm(to_rows);
+    std::vector<float> both(args.c, args.c + 96 * 16);
+    both.insert(both.end(), to_rows.c, to_rows.c + 5 * 96);
+    return both;
+  };
+  const std::vector<float> expected = run(direct.plain(), unpack.plain());
+  EXPECT_NE(expected[0], 0.0f);
+  EXPECT_EQ(run(direct.compressed(), unpack.compressed()), expected);
+}
+
 TEST_P(CodecTest, UnpackForm) {
   const CompressedWeights weights(RandomIntegers(83, 301, random_));
   const Tiles x(Order::kOperand, RandomIntegers(37, 83, random_), false);

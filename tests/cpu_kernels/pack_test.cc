@@ -3,10 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 #include "cpu_kernels/float16.h"
 #include "cpu_kernels/tensor_access.h"
@@ -187,15 +189,16 @@ MOESAIC_TEST_ON_EVERY_TIER(PackRowsTest);
 class TransposePairsTest : public TierTest {};
 
 TEST_P(TransposePairsTest, RowsBecomeColumnsAndZeros) {
-  for (const std::int64_t rows : {1, 16, 17, 48, 64}) {
-    Tiles pairs(Order::kPairs, rows, 96, false);
+  for (const auto& [order, rows] : std::to_array<std::pair<Order, std::int64_t>>(
+           {{Order::kPairs, 1}, {Order::kPairs, 16}, {Order::kPairs, 17}, {Order::kPairs, 48}, {Order::kStored, 48}})) {
+    Tiles pairs(order, rows, 96, false);
     for (std::int64_t i = 0; i < pairs.matrix().panels * kPanelRows; ++i) {
       for (std::int64_t j = 0; j < 96; ++j) pairs.Set(i, j, ToFloat(ToBFloat16(static_cast<float>(i * 96 + j))));
     }
     Tiles transposed(Order::kOperand, 32, rows, false);
     for (std::int64_t column = 0; column < 3; ++column) {
       std::memset(transposed.matrix().data, 0xff, static_cast<std::size_t>(transposed.matrix().size()) * sizeof(BFloat16));
-      tier_->transpose_pairs({pairs.matrix(), column, transposed.matrix()});
+      tier_->transpose_pairs({pairs.matrix(), order == Order::kStored, column, transposed.matrix()});
       for (std::int64_t j = 0; j < 32; ++j) {
         for (std::int64_t i = 0; i < RoundUp(rows, 32); ++i) {
           const bool there = i < pairs.matrix().panels * kPanelRows;

@@ -1,0 +1,230 @@
+// The forms of GEMM for few rows of activations: exact on integers for every number of rows, close to double on random values,
+// the same bits for any cut into panels, and nothing outside of the rows that count is read or written.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "tests/cpu_kernels/tiles.h"
+
+namespace moesaic {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+/// Rows of weights (direct) or its columns (unpack), and the depth of each segment: on and off the grid, one panel and an odd
+/// number of them, and more tiles than the direct form takes between two visits of its partial sums.
+struct Shape {
+  std::int64_t n;
+  std::vector<std::int64_t> depths;
+};
+const std::vector<Shape> kShapes = {{1, {1}}, {16, {32}}, {47, {100}}, {96, {600, 16}}, {33, {17, 33, 64}}, {40, {2100, 5}}};
+
+class FewRowsTest : public TierTest {
+ protected:
+  void SetUp() override {
+    TierTest::SetUp();
+    if (!IsSkipped() && tier_->most_few_rows == 0) GTEST_SKIP() << tier_->name << " has no form for few rows";
+  }
+
+  /// Activations [16][k] of which `rows` count and the others are NaN.
+  static Dense WithNanBelow(const Dense& values, std::int64_t rows) {
+    Dense all = values;
+    std::fill(all.values.begin() + rows * all.cols, all.values.end(), kNan);
+    return all;
+  }
+
+  std::mt19937_64 random_{1};
+};
+
+/// What both forms are given: activations [16][k], weights [n][k] or, in the unpack form, [k][n].
+struct Problem {
+  std::vector<Dense> activations;
+  std::vector<Dense> weights;
+  std::vector<Tiles> tiles;
+  std::vector<GemmSegment> segments;
+
+  void Lay(Order order, std::int64_t rows, const auto& with_nan) {
+    tiles.reserve(2 * weights.size());
+    for (std::size_t s = 0; s < weights.size(); ++s) {
+      tiles.emplace_back(Order::kStored, weights[s], true);
+      tiles.emplace_back(order, with_nan(activations[s], rows), false);
+      segments.push_back({tiles[2 * s].matrix(), tiles[2 * s + 1].matrix()});
+    }
+  }
+};
+
+TEST_P(FewRowsTest, DirectForm) {
+  for (const Shape& shape : kShapes) {
+    for (std::int64_t rows = 1; rows <= tier_->most_few_rows; ++rows) {
+      for (const bool integers : {true, false}) {
+        SCOPED_TRACE(testing::Message() << "rows " << rows << " N " << shape.n << " segments " << shape.depths.size());
+        const auto make = integers ? RandomIntegers : RandomValues;
+        Problem problem;
+        for (const std::int64_t k : shape.depths) {
+          problem.activations.push_back(make(16, k, random_));
+          problem.weights.push_back(make(shape.n, k, random_));
+        }
+        problem.Lay(Order::kStored, rows, WithNanBelow);
+        DirectGemmArgs args;
+        args.segments = problem.segments;
+        args.panels = CeilDiv(shape.n, 16);
+        args.activation_panels = 1;
+        args.ldc = 32;
+        args.few_rows = rows;
+        const std::int64_t size = args.panels * 16 * args.ldc;
+        const PoisonedBuffer whole(size * 4), cut(size * 4);
+        args.c = whole.As<float>();
+        tier_->direct_gemm(args);
+        for (std::int64_t i = 0; i < args.panels * 16; ++i) {
+          for (std::int64_t t = 0; t < 16; ++t) {
+            double sum = 0.0, a_squares = 0.0, b_squares = 0.0, depth = 0.0;
+            for (std::size_t s = 0; i < shape.n && t < rows && s < shape.depths.size(); ++s) {
+              depth += static_cast<double>(shape.depths[s]);
+              for (std::int64_t k = 0; k < shape.depths[s]; ++k) {
+                const double a = problem.weights[s](i, k), b = problem.activations[s](t, k);
+                sum += a * b;
+                a_squares += a * a;
+                b_squares += b * b;
+              }
+            }
+            // As for the cells: eps * sqrt(K) * |a| |b|; integers are exact.
+            const double tolerance = integers ? 0.0 : 0x1p-23 * std::sqrt(depth) * std::sqrt(a_squares * b_squares);
+            ASSERT_NEAR(args.c[i * args.ldc + t], sum, tolerance) << "at " << i << ", " << t;
+          }
+          for (std::int64_t t = 16; t < args.ldc; ++t) ASSERT_TRUE(std::isnan(args.c[i * args.ldc + t]));
+        }
+        DirectGemmArgs part = args;
+        for (part.first_panel = 0; part.first_panel < args.panels; ++part.first_panel) {
+          part.panels = 1;
+          part.c = cut.As<float>() + part.first_panel * 16 * args.ldc;
+          part.prefetch = {problem.segments[0].weights, 0, 1, 0, 1};  // only ever a hint
+          tier_->direct_gemm(part);
+        }
+        ASSERT_EQ(std::memcmp(whole.As<float>(), cut.As<float>(), static_cast<std::size_t>(size) * 4), 0);
+      }
+    }
+  }
+}
+
+TEST_P(FewRowsTest, DirectFormAddsToC) {
+  Problem problem;
+  problem.activations.push_back(RandomIntegers(16, 300, random_));
+  problem.weights.push_back(RandomIntegers(48, 300, random_));
+  problem.Lay(Order::kStored, 3, WithNanBelow);
+  DirectGemmArgs args;
+  args.segments = problem.segments;
+  args.panels = 3;
+  args.activation_panels = 1;
+  args.ldc = 16;
+  args.few_rows = 3;
+  const PoisonedBuffer memory(48 * 16 * 4);
+  args.c = memory.As<float>();
+  tier_->direct_gemm(args);
+  std::vector<float> twice(args.c, args.c + 48 * 16);
+  for (float& value : twice) value *= 2;
+  args.accumulate = true;
+  tier_->direct_gemm(args);
+  EXPECT_EQ(std::vector<float>(args.c, args.c + 48 * 16), twice);
+}
+
+// One order of summation for both: the same bits as the form for any number of rows.
+TEST_P(FewRowsTest, UnpackForm) {
+  for (const Shape& shape : kShapes) {
+    for (std::int64_t rows = 1; rows <= tier_->most_few_rows; ++rows) {
+      SCOPED_TRACE(testing::Message() << "rows " << rows << " N " << shape.n << " segments " << shape.depths.size());
+      Problem problem, padded;
+      for (const std::int64_t k : shape.depths) {
+        problem.activations.push_back(RandomValues(16, k, random_));
+        problem.weights.push_back(RandomValues(k, shape.n, random_));
+      }
+      padded.activations = problem.activations;
+      padded.weights = problem.weights;
+      problem.Lay(Order::kOperand, rows, WithNanBelow);
+      padded.Lay(Order::kOperand, 16, WithNanBelow);
+      UnpackGemmArgs args;
+      args.segments = padded.segments;
+      args.panels = 1;
+      args.columns = CeilDiv(shape.n, 32);
+      args.ldc = args.columns * 32 + 16;
+      const PoisonedBuffer expected(16 * args.ldc * 4), few(16 * args.ldc * 4), lines(16 * args.columns * 64);
+      const PoisonedBuffer scratch(UnpackScratchElements(args.segments) * 2);
+      args.scratch = scratch.As<BFloat16>();
+      for (const bool accumulate : {false, true}) {
+        args.accumulate = accumulate;
+        args.segments = padded.segments;
+        args.few_rows = 0;
+        args.c = expected.As<float>();
+        tier_->unpack_gemm(args);
+        args.segments = problem.segments;
+        args.few_rows = rows;
+        args.c = few.As<float>();
+        tier_->unpack_gemm(args);
+        for (std::int64_t t = 0; t < 16; ++t) {
+          for (std::int64_t j = 0; j < args.ldc; ++j) {
+            const float value = args.c[t * args.ldc + j];
+            if (t < rows && j < args.columns * 32) {
+              ASSERT_EQ(value, expected.As<float>()[t * args.ldc + j]) << t << ", " << j;
+            } else {
+              ASSERT_TRUE(std::isnan(value)) << t << ", " << j;
+            }
+          }
+        }
+      }
+      args.accumulate = false;
+      args.c = expected.As<float>();
+      tier_->unpack_gemm(args);
+      BFloat16* out[16] = {};
+      for (std::int64_t t = 0; t < rows; t += 2) out[t] = lines.As<BFloat16>() + t * args.columns * 32;
+      args.c = nullptr;
+      args.rows = out;
+      tier_->unpack_gemm(args);
+      for (std::int64_t t = 0; t < 16; ++t) {
+        for (std::int64_t j = 0; j < args.columns * 32; ++j) {
+          const BFloat16 wanted = out[t] != nullptr ? ToBFloat16(expected.As<float>()[t * args.ldc + j]) : BFloat16{0xffff};
+          ASSERT_EQ(lines.As<BFloat16>()[t * args.columns * 32 + j].bits, wanted.bits) << t << ", " << j;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(FewRowsTest, NanAndInfPropagate) {
+  for (const float bad : {kNan, std::numeric_limits<float>::infinity()}) {
+    Problem direct;
+    direct.activations.push_back(RandomValues(16, 70, random_));
+    direct.weights.push_back(RandomValues(16, 70, random_));
+    direct.activations[0](1, 33) = bad;
+    Problem unpack;
+    unpack.activations = direct.activations;
+    unpack.weights.push_back(RandomValues(70, 32, random_));
+    direct.Lay(Order::kStored, 4, WithNanBelow);
+    unpack.Lay(Order::kOperand, 4, WithNanBelow);
+    const PoisonedBuffer transposed(16 * 16 * 4), c(16 * 32 * 4);
+    DirectGemmArgs args;
+    args.segments = direct.segments;
+    args.panels = args.activation_panels = 1;
+    args.c = transposed.As<float>();
+    args.ldc = 16;
+    args.few_rows = 4;
+    tier_->direct_gemm(args);
+    UnpackGemmArgs to_rows;
+    to_rows.segments = unpack.segments;
+    to_rows.panels = to_rows.columns = 1;
+    to_rows.c = c.As<float>();
+    to_rows.ldc = 32;
+    to_rows.few_rows = 4;
+    tier_->unpack_gemm(to_rows);
+    for (std::int64_t t = 0; t < 4; ++t) {
+      for (std::int64_t i = 0; i < 16; ++i) EXPECT_EQ(std::isfinite(args.c[i * 16 + t]), t != 1) << i << ", " << t;
+      for (std::int64_t j = 0; j < 32; ++j) EXPECT_EQ(std::isfinite(to_rows.c[t * 32 + j]), t != 1) << t << ", " << j;
+    }
+  }
+}
+
+MOESAIC_TEST_ON_EVERY_TIER(FewRowsTest);
+
+}  // namespace
+}  // namespace moesaic
