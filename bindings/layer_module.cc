@@ -164,6 +164,7 @@ class Layer {
   }
 
   const moe::ExpertsLayer& layer() const { return *layer_; }
+  int number() const { return number_; }
 
   py::tuple Forward(const py::object& hidden, const py::object& ids, const py::object& weights, const py::tuple& lora_tensors,
                     const py::tuple& lora_layout, bool save, const py::object& into) const {
@@ -289,6 +290,7 @@ void BindLayer(py::module_& module) {
       .def_property_readonly("num_experts", [](const Layer& self) { return self.layer().config().num_experts; })
       .def_property_readonly("hidden_size", [](const Layer& self) { return self.layer().config().hidden_size; })
       .def_property_readonly("intermediate_size", [](const Layer& self) { return self.layer().config().intermediate_size; })
+      .def_property_readonly("number", &Layer::number)
       .def_property_readonly("weight_bytes", [](const Layer& self) { return self.layer().weight_bytes(); })
       .def_property_readonly("shards",
                              [](const Layer& self) {

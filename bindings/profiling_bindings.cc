@@ -110,6 +110,14 @@ void BindProfiling(py::module_& module) {
     moe::RangeOf(moe::Phase::kForward);  // registers the phases first, in the order of their table
     return ToList(profiling::Snapshot());
   });
+  module.def("layers_snapshot", [] {
+    py::list rows;
+    for (const profiling::GroupStats& row : profiling::GroupSnapshot()) {
+      rows.append(py::make_tuple(profiling::LayerOfGroup(row.group), profiling::IsFirstOfGroup(row.group), row.id, row.calls,
+                                 row.thread_ns, row.flops, row.bytes));
+    }
+    return rows;
+  });
   module.def(
       "add_timed",
       [](const std::string& name, const std::string& category, std::int64_t begin_ns, std::int64_t ns, double bytes) {

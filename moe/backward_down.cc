@@ -12,7 +12,6 @@
 namespace moesaic::moe {
 
 void BackwardPass::ScatterAndPack(std::int64_t index, std::int64_t) {
-  PhaseRange parent(Phase::kBackwardDown);
   const Job& job = jobs[index];
   const void* rows[kMaxChunkRows];
   BackwardBuffers buffers;
@@ -37,7 +36,7 @@ void BackwardPass::ScatterAndPack(std::int64_t index, std::int64_t) {
     pack.tile_columns = buffers.d.columns;
     kernels.pack_rows(pack);
   }
-  PhaseRange range(Phase::kD4LoraGrad);
+  PhaseRange range(Phase::kD4LoraGrad, {.flops = 2.0 * job.rows * lora.down_rank() * config.hidden_size});
   DownLoraLow(job, buffers);
 }
 
@@ -98,8 +97,7 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   const TileMatrix down = weights.down_transposed(job.expert, job.shard);
   Segments segments;
   segments.Add(down, buffers.d);
-  const bool with_lora = lora.down_rank() > 0;
-  if (with_lora) segments.Add(LoraOf(job).matrix[kLoraADownT], buffers.q);
+  if (lora.down_rank() > 0) segments.Add(LoraOf(job).matrix[kLoraADownT], buffers.q);
   float routing_weights[kMaxChunkRows];
   LoadWeights(job, routing_weights);
 
@@ -140,16 +138,13 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
       gemm.prefetch.columns = down.columns;
     }
     {
-      PhaseRange parent(Phase::kBackwardDown);
-      PhaseRange range(Phase::kD3Gemm);
+      const double inner = static_cast<double>(kPanelRows * gemm.panels);
+      PhaseRange range(Phase::kD3Gemm, {2.0 * job.rows * inner * config.hidden_size, 2.0 * inner * config.hidden_size},
+                       {{Phase::kD4LoraGrad, {.flops = 2.0 * job.rows * inner * lora.down_rank()}}});
       kernels.direct_gemm(gemm);
-      range.AddWork(2.0 * job.rows * kPanelRows * gemm.panels * config.hidden_size,
-                    2.0 * kPanelRows * gemm.panels * config.hidden_size);
-      if (with_lora) range.Share(Phase::kD4LoraGrad, 2.0 * job.rows * kPanelRows * gemm.panels * lora.down_rank(), 0);
     }
     SwigluBackwardArgs swiglu;
     {
-      PhaseRange parent(Phase::kBackwardActivation);
       PhaseRange range(Phase::kA1SiluBackward);
       const std::int64_t unit = block * kTileColumns / kIntermediateUnit;
       float* d_weight = buffers.d_weight + unit * capacity;
@@ -175,9 +170,10 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
 }
 
 void BackwardPass::BlockGradients(const Job& job, const BackwardBuffers& buffers, const SwigluBackwardArgs& block) {
-  const auto sum = [&](Phase phase, LoraMatrix m, const TileMatrix& left, const SplitTiles& right) {
+  const auto sum = [&](LoraMatrix m, const TileMatrix& left, const SplitTiles& right) {
     if (!lora.wants(m)) return;
-    PhaseRange range(phase);
+    const std::int64_t rank = m == kLoraADownT ? lora.down_rank() : lora.input_rank();
+    PhaseRange range(PhaseOfGradient(m), {.flops = 2.0 * job.rows * block.rows * rank});
     const std::array segments{GradientSegment{left, right.hi}, GradientSegment{left, right.lo}};
     GradientGemmArgs gemm;
     gemm.segments = {segments.data(), right.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
@@ -186,11 +182,10 @@ void BackwardPass::BlockGradients(const Job& job, const BackwardBuffers& buffers
     // The expert's first job starts the sums.
     gemm.c = (job.previous < 0 ? LoraOf(job).gradient[m] : buffers.partial[m]) + block.block * kTileColumns * gemm.ldc;
     kernels.gradient_gemm(gemm);
-    range.AddWork(2.0 * job.rows * block.rows * lora.columns(m), 0);
   };
-  sum(Phase::kD4LoraGrad, kLoraADownT, block.z_t, buffers.wq);
-  sum(Phase::kGU3GateDB, kLoraBGate, block.d_gate_t, {buffers.low, {}});
-  sum(Phase::kGU3UpDB, kLoraBUp, block.d_up_t, {buffers.low, {}});
+  sum(kLoraADownT, block.z_t, buffers.wq);
+  sum(kLoraBGate, block.d_gate_t, {buffers.low, {}});
+  sum(kLoraBUp, block.d_up_t, {buffers.low, {}});
 }
 
 void BackwardPass::SumIntermediate(std::int64_t index, std::int64_t part) {
@@ -201,7 +196,7 @@ void BackwardPass::SumIntermediate(std::int64_t index, std::int64_t part) {
   const Range blocks = RangeOf(index, Cut::kIntermediate, part);
   for (const LoraMatrix m : kIntermediateSums) {
     if (!lora.wants(m)) continue;
-    PhaseRange range(m == kLoraADownT ? Phase::kD4LoraGrad : m == kLoraBGate ? Phase::kGU3GateDB : Phase::kGU3UpDB);
+    PhaseRange range(PhaseOfGradient(m));
     const std::int64_t ld = RoundUp(lora.columns(m), kTileColumns);
     const std::int64_t end = std::min(blocks.end * kTileColumns, InnerOf(job)) * ld;
     for (std::int64_t i = blocks.begin * kTileColumns * ld; i < end; ++i) expert.gradient[m][i] += buffers.partial[m][i];

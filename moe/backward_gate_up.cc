@@ -10,7 +10,6 @@
 namespace moesaic::moe {
 
 void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
-  PhaseRange parent(Phase::kBackwardGateUp);
   const Job& job = jobs[index];
   BackwardBuffers buffers;
   {
@@ -34,8 +33,8 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
     }
   }
   if (lora.input_rank() == 0 || !wants_gate_up()) return;
-  PhaseRange pass(Phase::kGU3LoraPassGate);
-  PhaseRange range(Phase::kGU3GateP);
+  const profiling::Work work{.flops = 2.0 * job.rows * lora.input_rank() * InnerOf(job)};
+  PhaseRange range(Phase::kGU3GateP, work, {{Phase::kGU3UpP, work}});
   const ExpertLora& expert = LoraOf(job);
   const std::array segments{GemmSegment{expert.matrix[kLoraBGate], buffers.d_gate},
                             GemmSegment{expert.matrix[kLoraBUp], buffers.d_up}};
@@ -53,9 +52,6 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
   gemm.ldc = rank;
   gemm.scratch = carver.Take<BFloat16>(scratch);
   kernels.unpack_gemm(gemm);
-  const double flops = 2.0 * job.rows * lora.input_rank() * InnerOf(job);
-  range.AddWork(flops, 0);
-  range.Share(Phase::kGU3UpP, flops, 0);
   const std::int64_t r1 = lora.input_rank();
   for (std::int64_t i = 0; i < job.rows; ++i) {
     for (std::int64_t k = 0; k < r1; ++k) p[i * rank + k] *= lora.input_scale()[k];
@@ -76,7 +72,8 @@ void BackwardPass::SumHidden(std::int64_t index, std::int64_t part) {
 }
 
 void BackwardPass::DownGradients(const Job& job, const BackwardBuffers& buffers, Range columns) {
-  PhaseRange range(Phase::kD4LoraGrad);
+  const std::int64_t first = columns.begin * kTileColumns, end = std::min(columns.end * kTileColumns, config.hidden_size);
+  PhaseRange range(Phase::kD4LoraGrad, {.flops = 2.0 * job.rows * lora.down_rank() * static_cast<double>(end - first)});
   const std::int64_t capacity = RoundUp(job.rows, kTileColumns);
   TileMatrix left = TileMatrix::Activations(nullptr, kTileColumns, capacity);
   left.data = static_cast<BFloat16*>(ThreadScratch(left.size() * static_cast<std::int64_t>(sizeof(BFloat16))));
@@ -96,8 +93,6 @@ void BackwardPass::DownGradients(const Job& job, const BackwardBuffers& buffers,
     gemm.c = LoraOf(job).gradient[kLoraBDownT] + column * kTileColumns * gemm.ldc;
     kernels.gradient_gemm(gemm);
   }
-  const std::int64_t first = columns.begin * kTileColumns, end = std::min(columns.end * kTileColumns, config.hidden_size);
-  range.AddWork(2.0 * job.rows * lora.down_rank() * static_cast<double>(end - first), 0);
 }
 
 void BackwardPass::InputGradients(const Job& job, const BackwardBuffers& buffers, Range columns) {
@@ -110,6 +105,7 @@ void BackwardPass::InputGradients(const Job& job, const BackwardBuffers& buffers
   const void* rows[kMaxChunkRows];
   for (std::int64_t first = columns.begin; first < columns.end; first += step) {
     const std::int64_t count = std::min(step, columns.end - first), column = first * kTileColumns;
+    const std::int64_t width = std::min(count * kTileColumns, config.hidden_size - column);
     {
       PhaseRange range(Phase::kGU2PackForLora);
       for (std::int64_t i = 0; i < job.rows; ++i) {
@@ -119,13 +115,13 @@ void BackwardPass::InputGradients(const Job& job, const BackwardBuffers& buffers
       pack.rows = rows;
       pack.dtype = hidden_.dtype;
       pack.count = job.rows;
-      pack.columns = std::min(count * kTileColumns, config.hidden_size - column);
+      pack.columns = width;
       pack.row_pairs = right;
       pack.panels = 2 * right.columns;
       pack.tile_columns = count;
       kernels.pack_rows(pack);
     }
-    PhaseRange range(Phase::kGU3GateDA);
+    PhaseRange range(Phase::kGU3GateDA, {.flops = 2.0 * job.rows * lora.input_rank() * static_cast<double>(width)});
     right.panels = 2 * count;
     const std::array segments{GradientSegment{buffers.p_t.hi, right}, GradientSegment{buffers.p_t.lo, right}};
     GradientGemmArgs gemm;
@@ -135,26 +131,25 @@ void BackwardPass::InputGradients(const Job& job, const BackwardBuffers& buffers
     gemm.c = LoraOf(job).gradient[kLoraA] + column;
     gemm.accumulate = job.previous >= 0;
     kernels.gradient_gemm(gemm);
-    range.AddWork(
-        2.0 * job.rows * lora.input_rank() * static_cast<double>(std::min(count * kTileColumns, config.hidden_size - column)),
-        0);
   }
 }
 
 void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
-  PhaseRange parent(Phase::kBackwardGateUp);
-  PhaseRange range(Phase::kGU1BasePassGate);
   const Job& job = jobs[index];
+  const Range columns = RangeOf(index, Cut::kHidden, part);
+  const double width = static_cast<double>((columns.end - columns.begin) * kTileColumns), inner = InnerOf(job);
+  const profiling::Work half{2.0 * job.rows * inner * width, 2.0 * inner * width};
+  PhaseRange range(
+      Phase::kGU1BasePassGate, half,
+      {{Phase::kGU1BasePassUp, half}, {Phase::kGU3GateDXLora, {.flops = 2.0 * job.rows * lora.input_rank() * width}}});
   const BackwardBuffers buffers = BuffersOf(index);
   Segments segments;
   segments.Add(weights.gate(job.expert, job.shard), buffers.d_gate);
   segments.Add(weights.up(job.expert, job.shard), buffers.d_up);
-  const bool with_lora = lora.input_rank() > 0;
-  if (with_lora) segments.Add(LoraOf(job).matrix[kLoraA], buffers.p);
+  if (lora.input_rank() > 0) segments.Add(LoraOf(job).matrix[kLoraA], buffers.p);
   BFloat16* rows[kMaxChunkRows] = {};
   const std::int32_t* slots = Slots(job);
   for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = RowOf(job.shard, slots[i]);
-  const Range columns = RangeOf(index, Cut::kHidden, part);
   UnpackGemmArgs gemm;
   gemm.segments = segments;
   gemm.panels = CeilDiv(job.rows, kPanelRows);
@@ -164,10 +159,6 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   gemm.rows = rows;
   gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments) * 2));
   kernels.unpack_gemm(gemm);
-  const double columns_done = static_cast<double>(gemm.columns * kTileColumns), inner = InnerOf(job);
-  range.AddWork(2.0 * job.rows * inner * columns_done, 2.0 * inner * columns_done);
-  range.Share(Phase::kGU1BasePassUp, 2.0 * job.rows * inner * columns_done, 2.0 * inner * columns_done);
-  if (with_lora) range.Share(Phase::kGU3GateDXLora, 2.0 * job.rows * lora.input_rank() * columns_done, 0);
 }
 
 void BackwardPass::Merge(std::int64_t first) {

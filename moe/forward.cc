@@ -132,7 +132,7 @@ class ForwardPass : public Pass {
       kernels.pack_rows(pack);
     }
     if (lora.input_rank() == 0) return;
-    PhaseRange range(Phase::kGateUpLora);
+    PhaseRange range(Phase::kGateUpLora, {.flops = 2.0 * job.rows * lora.input_rank() * config.hidden_size});
     const std::int64_t rank = lora.padded_input_rank(), panels = CeilDiv(job.rows, kPanelRows), ld = panels * kPanelRows;
     Carver carver(ThreadScratch(2 * rank * ld * static_cast<std::int64_t>(sizeof(float)) + 128));
     float* low_t = carver.Take<float>(rank * ld);
@@ -146,7 +146,6 @@ class ForwardPass : public Pass {
     gemm.c = low_t;
     gemm.ldc = ld;
     kernels.direct_gemm(gemm);
-    range.AddWork(2.0 * job.rows * lora.input_rank() * config.hidden_size, 0);
     TransposeSmall(low_t, ld, lora.input_rank(), job.rows, low, rank);
     // Every shard needs it and has the same; one saves it.
     BFloat16* saved =
@@ -171,11 +170,10 @@ class ForwardPass : public Pass {
     const Job& job = jobs[index];
     const ForwardBuffers buffers = BuffersOf(index);
     const TileMatrix gate = weights.gate(job.expert, job.shard), up = weights.up(job.expert, job.shard);
-    const bool with_lora = lora.input_rank() > 0;
     Segments gate_segments, up_segments;
     gate_segments.Add(gate, buffers.x);
     up_segments.Add(up, buffers.x);
-    if (with_lora) {
+    if (lora.input_rank() > 0) {
       gate_segments.Add(LoraOf(job).matrix[kLoraBGate], buffers.low);
       up_segments.Add(LoraOf(job).matrix[kLoraBUp], buffers.low);
     }
@@ -191,7 +189,10 @@ class ForwardPass : public Pass {
       gemm.first_panel = 2 * block;
       gemm.panels = std::min<std::int64_t>(2, gate.panels - gemm.first_panel);
       {
-        PhaseRange range(Phase::kGateUpGemm);
+        const double outputs = 2.0 * job.rows * kPanelRows * gemm.panels;
+        const double weight_bytes = 2.0 * kPanelRows * gemm.panels * config.hidden_size * sizeof(BFloat16);
+        PhaseRange range(Phase::kGateUpGemm, {2 * outputs * config.hidden_size, weight_bytes},
+                         {{Phase::kGateUpLora, {.flops = 2 * outputs * lora.input_rank()}}});
         gemm.segments = gate_segments;
         gemm.c = gate_sums;
         gemm.prefetch = {up, gemm.first_panel, gemm.panels, 0, up.columns};
@@ -204,9 +205,6 @@ class ForwardPass : public Pass {
           gemm.prefetch = {gate, next, std::min<std::int64_t>(2, gate.panels - next), 0, gate.columns};
         }
         kernels.direct_gemm(gemm);
-        range.AddWork(4.0 * job.rows * kPanelRows * gemm.panels * config.hidden_size,
-                      2.0 * kPanelRows * gemm.panels * config.hidden_size * sizeof(BFloat16));
-        if (with_lora) range.Share(Phase::kGateUpLora, 4.0 * job.rows * kPanelRows * gemm.panels * lora.input_rank(), 0);
       }
       PhaseRange range(Phase::kActivation);
       SwigluForwardArgs swiglu;
@@ -229,8 +227,8 @@ class ForwardPass : public Pass {
   /// V = s Z A_d^T.
   void DownLora(std::int64_t index, std::int64_t) {
     if (lora.down_rank() == 0) return;
-    PhaseRange range(Phase::kDownLora);
     const Job& job = jobs[index];
+    PhaseRange range(Phase::kDownLora, {.flops = 2.0 * job.rows * lora.down_rank() * InnerOf(job)});
     const ForwardBuffers buffers = BuffersOf(index);
     const GemmSegment segment{LoraOf(job).matrix[kLoraADownT], buffers.z};
     const std::int64_t rank = lora.padded_down_rank();
@@ -246,15 +244,17 @@ class ForwardPass : public Pass {
     gemm.ldc = rank;
     gemm.scratch = carver.Take<BFloat16>(scratch);
     kernels.unpack_gemm(gemm);
-    range.AddWork(2.0 * job.rows * lora.down_rank() * InnerOf(job), 0);
     PackLow(job, v, rank, lora.down_rank(), lora.down_scale(), TileKind::kOperand, buffers.v,
             args_.saved != nullptr ? args_.saved->down_low + SavedDownOffset(job) : nullptr);
   }
 
   /// Y for a range of H, rounded to bf16, into the row of each slot.
   void Down(std::int64_t index, std::int64_t part) {
-    PhaseRange range(Phase::kDownGemm);
     const Job& job = jobs[index];
+    const Range columns = RangeOf(index, Cut::kHidden, part);
+    const double width = static_cast<double>((columns.end - columns.begin) * kTileColumns), inner = InnerOf(job);
+    PhaseRange range(Phase::kDownGemm, {2.0 * job.rows * inner * width, 2.0 * inner * width},
+                     {{Phase::kDownLora, {.flops = 2.0 * job.rows * lora.down_rank() * width}}});
     const ForwardBuffers buffers = BuffersOf(index);
     Segments segments;
     segments.Add(weights.down_transposed(job.expert, job.shard), buffers.z);
@@ -262,7 +262,6 @@ class ForwardPass : public Pass {
     BFloat16* rows[kMaxChunkRows] = {};
     const std::int32_t* slots = Slots(job);
     for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = RowOf(job.shard, slots[i]);
-    const Range columns = RangeOf(index, Cut::kHidden, part);
     UnpackGemmArgs gemm;
     gemm.segments = segments;
     gemm.panels = CeilDiv(job.rows, kPanelRows);
@@ -272,11 +271,6 @@ class ForwardPass : public Pass {
     gemm.rows = rows;
     gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments) * 2));
     kernels.unpack_gemm(gemm);
-    range.AddWork(2.0 * job.rows * InnerOf(job) * gemm.columns * kTileColumns,
-                  2.0 * InnerOf(job) * gemm.columns * kTileColumns);
-    if (lora.down_rank() > 0) {
-      range.Share(Phase::kDownLora, 2.0 * job.rows * lora.down_rank() * gemm.columns * kTileColumns, 0);
-    }
   }
 
   /// out[t] = sum over the token's slots, in their order, of w Y; Y is the sum over the shards, in theirs.

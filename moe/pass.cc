@@ -204,10 +204,16 @@ void Pass::PackSplit(float* values, std::int64_t rows, std::int64_t columns, std
   kernels.pack_rows(pack);
 }
 
-Phase Pass::LoraPhase(LoraMatrix m) const {
+Phase Pass::PhaseThatReads(LoraMatrix m) const {
   const bool down = m == kLoraADownT || m == kLoraBDownT;
   if (direction_ == Phase::kForward) return down ? Phase::kDownLora : Phase::kGateUpLora;
-  return down ? Phase::kD4LoraGrad : m == kLoraBUp ? Phase::kGU3LoraPassUp : Phase::kGU3LoraPassGate;
+  if (down) return Phase::kD4LoraGrad;
+  return m == kLoraA ? Phase::kGU3GateDXLora : m == kLoraBGate ? Phase::kGU3GateP : Phase::kGU3UpP;
+}
+
+Phase PhaseOfGradient(LoraMatrix m) {
+  if (m == kLoraADownT || m == kLoraBDownT) return Phase::kD4LoraGrad;
+  return m == kLoraA ? Phase::kGU3GateDA : m == kLoraBGate ? Phase::kGU3GateDB : Phase::kGU3UpDB;
 }
 
 Pass::LoraPart Pass::LoraPartOf(std::int64_t index) const {
@@ -228,14 +234,14 @@ std::span<const ExpertLora> Pass::GroupLora(std::int64_t shard, std::int64_t fir
 void Pass::PackTask(void* pass, std::int64_t index, int) {
   const Pass& self = *static_cast<const Pass*>(pass);
   const LoraPart part = self.LoraPartOf(index);
-  const PhaseRange range(self.LoraPhase(part.matrix));
+  const PhaseRange range(self.PhaseThatReads(part.matrix));
   self.lora_of_shard_[part.shard].Pack(part.matrix, part.strips, part.first_expert, part.experts);
 }
 
 void Pass::WriteTask(void* pass, std::int64_t index, int) {
   const Pass& self = *static_cast<const Pass*>(pass);
   const LoraPart part = self.LoraPartOf(index);
-  const PhaseRange range(self.LoraPhase(part.matrix));
+  const PhaseRange range(PhaseOfGradient(part.matrix));
   const LoraCall& call = self.lora_of_shard_[part.shard];
   for (std::size_t s = 1; s < self.shards.size() && IsInEveryShard(part.matrix); ++s) {
     const auto other = static_cast<std::int64_t>(s);

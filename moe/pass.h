@@ -32,6 +32,9 @@ using threadpool::TaskFunction;
 using threadpool::TaskGraph;
 using threadpool::TaskId;
 
+/// The phase of backward that computes the gradient of an adapter's matrix.
+Phase PhaseOfGradient(LoraMatrix m);
+
 /// Rows of a [T, H] tensor, contiguous in each row.
 struct RowSource {
   const char* data = nullptr;
@@ -185,8 +188,8 @@ class Pass {
   /// Tasks of one job; `sums` are those of the job before it of the same expert and shard, and then of this one.
   std::vector<TaskId> AddJob(void* context, std::int64_t job, std::span<const Stage> stages, TaskId start,
                              std::vector<TaskId>& sums);
-  /// The phase that packing adapters and writing their gradients counts for.
-  Phase LoraPhase(LoraMatrix m) const;
+  /// The phase that packing an adapter's matrix counts for.
+  Phase PhaseThatReads(LoraMatrix m) const;
   static void BeginJob(void* pass, std::int64_t job, int worker);
   static void EndJob(void* pass, std::int64_t job, int worker);
   /// Adds the tasks that pack the adapters of a group for a shard, or write their gradients: some strips of one matrix each.

@@ -1,5 +1,6 @@
 #include "moe/phases.h"
 
+#include <algorithm>
 #include <array>
 
 namespace moesaic::moe {
@@ -145,7 +146,11 @@ std::array<profiling::RangeId, kNumPhases> RegisterAll() {
   std::array<profiling::RangeId, kNumPhases> ids{};
   for (const PhaseInfo& info : kTable) {
     const char* category = info.parent == info.phase ? "layer" : Info(info.parent).name;
-    ids[static_cast<std::size_t>(info.phase)] = profiling::RegisterRange(info.name, category);
+    const bool holds_others =
+        info.parent != info.phase &&
+        std::any_of(kTable.begin(), kTable.end(), [&](const PhaseInfo& other) { return other.parent == info.phase; });
+    ids[static_cast<std::size_t>(info.phase)] =
+        profiling::RegisterRange(info.name, category, holds_others ? profiling::RangeKind::kSum : profiling::RangeKind::kTimed);
   }
   return ids;
 }

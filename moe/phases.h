@@ -8,7 +8,9 @@
 // (unweighted), w the routing weight of a row, s the scale of an adapter.
 #pragma once
 
+#include <array>
 #include <cstddef>
+#include <initializer_list>
 #include <span>
 
 #include "profiling/range.h"
@@ -78,22 +80,35 @@ std::span<const PhaseInfo, kNumPhases> PhaseTable();
 
 inline const PhaseInfo& Info(Phase phase) { return PhaseTable()[static_cast<std::size_t>(phase)]; }
 
-/// The range of a phase: its name, in the category that its parent names ("layer" for the roots). The first call registers all
+/// The range of a phase: its name, in the category that its parent names ("layer" for the roots). Phases of backward that hold
+/// others are sums of those. The first call registers all
 /// of them, in the order of the table. Thread safe.
 profiling::RangeId RangeOf(Phase phase);
 
-/// Opens the range of a phase on the calling thread until the end of the scope.
+/// Work of a phase that is fused with another one.
+struct PhaseShare {
+  Phase phase;
+  profiling::Work work;
+};
+
+/// Opens the range of a phase on the calling thread until the end of the scope; not of one that only holds others, whose range
+/// is around each of theirs (profiling::RangeKind::kSum).
 class PhaseRange {
  public:
-  explicit PhaseRange(Phase phase) : range_(RangeOf(phase)) {}
-
-  /// Adds to the work counted for this phase (only read while timers are on).
-  void AddWork(double flops, double bytes) { range_.AddWork(flops, bytes); }
-
-  /// This much of the work belongs to a phase that is fused with this one: time is divided by flops, and marked as apportioned.
-  void Share(Phase other, double flops, double bytes) { range_.Share(RangeOf(other), flops, bytes); }
+  /// @param work    what the phase is about to do itself
+  /// @param shares  what fused phases do meanwhile: time is divided by flops, and marked as apportioned
+  explicit PhaseRange(Phase phase, profiling::Work work = {}, std::initializer_list<PhaseShare> shares = {})
+      : range_(RangeOf(phase), work, Shares(shares).view()) {}
 
  private:
+  struct Shares {
+    Shares(std::initializer_list<PhaseShare> from) {
+      for (const PhaseShare& share : from) all[count++] = {RangeOf(share.phase), share.work};
+    }
+    std::span<const profiling::Share> view() const { return {all.data(), count}; }
+    std::array<profiling::Share, profiling::Range::kMostShares> all;
+    std::size_t count = 0;
+  };
   profiling::Range range_;
 };
 

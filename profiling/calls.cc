@@ -94,12 +94,20 @@ CallTimer::CallTimer(CallKind kind, int layer) : timed_(TimersEnabled()) {
 }
 
 void CallTimer::EngineBegins() {
-  if (timed_) record_.engine_begin_ns = Now();
+  if (!timed_) return;
+  {
+    State& state = State::Get();
+    const std::lock_guard lock(state.mutex);
+    record_.first = !state.seen.contains({record_.layer, record_.kind});
+  }
+  group_.emplace(GroupOfCalls(record_.layer, record_.first));
+  record_.engine_begin_ns = Now();
 }
 
 void CallTimer::EngineEnds(std::int64_t tokens, int threads) {
   if (!timed_) return;
   record_.engine_end_ns = Now();
+  group_.reset();
   record_.tokens = tokens;
   record_.threads = threads;
   record_.jobs = own_jobs;
@@ -112,7 +120,7 @@ CallTimer::~CallTimer() {
   record_.end_ns = Now();
   State& state = State::Get();
   const std::lock_guard lock(state.mutex);
-  record_.first = state.seen.emplace(record_.layer, record_.kind).second;
+  state.seen.emplace(record_.layer, record_.kind);
   if (state.calls.calls.size() == kMostCalls) {
     ++state.calls.dropped;
   } else {

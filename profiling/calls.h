@@ -6,7 +6,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
+
+#include "profiling/range.h"
 
 namespace moesaic::profiling {
 
@@ -51,8 +54,14 @@ struct CallRecord {
   PoolTotals pool;
 };
 
+/// The group (range.h) of a layer's calls, its first ones apart; and back.
+constexpr int GroupOfCalls(int layer, bool first) { return 2 * layer + (first ? 2 : 1); }
+constexpr int LayerOfGroup(int group) { return (group - 1) / 2; }
+constexpr bool IsFirstOfGroup(int group) { return group % 2 == 0; }
+
 /// Records a call of the calling thread while timers are on. Begins at the last MarkEntry() of the thread, if there was one
-/// since its last call, else now; ends with its scope, or later with MarkExit().
+/// since its last call, else now; ends with its scope, or later with MarkExit(). Inside the engine, ranges count for the
+/// layer's group.
 class CallTimer {
  public:
   CallTimer(CallKind kind, int layer);
@@ -65,6 +74,7 @@ class CallTimer {
 
  private:
   CallRecord record_;
+  std::optional<GroupScope> group_;
   bool timed_;
   bool ended_ = false;
 };

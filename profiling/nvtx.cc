@@ -1,10 +1,16 @@
 #include "profiling/nvtx.h"
 
 #include <nvtx3/nvToolsExt.h>
+#if __has_include(<nvtx3/nvToolsExtPayload.h>)  // NVTX 3.1 and later
+#include <nvtx3/nvToolsExtPayload.h>
+#endif
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <iterator>
 #include <map>
 #include <mutex>
 
@@ -26,8 +32,39 @@ std::string GroupOf(const std::string& name, const std::string& category) {
   return category;
 }
 
-std::mutex mutex;                // guards what follows until `state` is published
-nvtxDomainHandle_t domain = {};  // written once, before `state` leaves kUnknown
+std::mutex mutex;                  // guards what follows until `state` is published
+nvtxDomainHandle_t domain = {};    // written once, before `state` leaves kUnknown
+std::uint64_t payload_schema = 0;  // likewise; 0: the tool (or these headers) has no payloads of several fields
+
+std::uint64_t RegisterPayload() {
+#ifdef NVTX_PAYLOAD_TYPE_EXT
+  const auto entry = [](std::uint64_t type, const char* name, std::size_t offset) {
+    nvtxPayloadSchemaEntry_t made{};
+    made.type = type;
+    made.name = name;
+    made.offset = offset;
+    return made;
+  };
+  const nvtxPayloadSchemaEntry_t entries[] = {
+      entry(NVTX_PAYLOAD_ENTRY_TYPE_INT32, "expert", offsetof(Payload, expert)),
+      entry(NVTX_PAYLOAD_ENTRY_TYPE_INT32, "rows", offsetof(Payload, rows)),
+      entry(NVTX_PAYLOAD_ENTRY_TYPE_DOUBLE, "flops", offsetof(Payload, flops)),
+      entry(NVTX_PAYLOAD_ENTRY_TYPE_DOUBLE, "bytes", offsetof(Payload, bytes)),
+  };
+  nvtxPayloadSchemaAttr_t schema{};
+  schema.fieldMask = NVTX_PAYLOAD_SCHEMA_ATTR_FIELD_NAME | NVTX_PAYLOAD_SCHEMA_ATTR_FIELD_TYPE |
+                     NVTX_PAYLOAD_SCHEMA_ATTR_FIELD_ENTRIES | NVTX_PAYLOAD_SCHEMA_ATTR_FIELD_NUM_ENTRIES |
+                     NVTX_PAYLOAD_SCHEMA_ATTR_FIELD_STATIC_SIZE;
+  schema.name = "moesaic task";
+  schema.type = NVTX_PAYLOAD_SCHEMA_TYPE_STATIC;
+  schema.entries = entries;
+  schema.numEntries = std::size(entries);
+  schema.payloadStaticSize = sizeof(Payload);
+  return nvtxPayloadSchemaRegister(domain, &schema);
+#else
+  return 0;
+#endif
+}
 
 }  // namespace
 
@@ -36,6 +73,7 @@ State FindTool() {
   if (state.load(std::memory_order_relaxed) == State::kUnknown) {
     // Without a tool every NVTX function returns at once, this one a null handle.
     domain = nvtxDomainCreateA("moesaic");
+    if (domain != nullptr) payload_schema = RegisterPayload();
     state.store(domain != nullptr ? State::kTool : State::kNoTool, std::memory_order_release);
   }
   return state.load(std::memory_order_relaxed);
@@ -66,25 +104,27 @@ const Event* MakeEvent(const std::string& name, const std::string& category) {
   return event;
 }
 
-void Push(const Event& event, TaskScope::Subject subject) {
-  if (subject.expert < 0) {
-    nvtxDomainRangePushEx(domain, &event.attributes);
+void Push(const Event& event, TaskScope::Subject subject, double flops, double bytes) {
+  nvtxEventAttributes_t attributes = event.attributes;
+#ifdef NVTX_PAYLOAD_TYPE_EXT
+  if (payload_schema != 0 && (subject.expert >= 0 || flops > 0 || bytes > 0)) {
+    const Payload payload{subject.expert, subject.rows, flops, bytes};
+    const nvtxPayloadData_t data{payload_schema, sizeof payload, &payload};
+    attributes.payloadType = NVTX_PAYLOAD_TYPE_EXT;
+    attributes.reserved0 = 1;  // payloads
+    attributes.payload.ullValue = reinterpret_cast<std::uintptr_t>(&data);
+    nvtxDomainRangePushEx(domain, &attributes);
     return;
   }
-  nvtxEventAttributes_t attributes = event.attributes;
-  attributes.payloadType = NVTX_PAYLOAD_TYPE_UNSIGNED_INT64;
-  attributes.payload.ullValue = static_cast<std::uint64_t>(subject.expert) << 32 | static_cast<std::uint32_t>(subject.rows);
+#endif
+  if (subject.expert >= 0) {
+    attributes.payloadType = NVTX_PAYLOAD_TYPE_UNSIGNED_INT64;
+    attributes.payload.ullValue = static_cast<std::uint64_t>(subject.expert) << 32 | static_cast<std::uint32_t>(subject.rows);
+  }
   nvtxDomainRangePushEx(domain, &attributes);
 }
 
 void Pop() { nvtxDomainRangePop(domain); }
-
-void MarkFlops(const Event& event, double flops) {
-  nvtxEventAttributes_t attributes = event.attributes;
-  attributes.payloadType = NVTX_PAYLOAD_TYPE_DOUBLE;
-  attributes.payload.dValue = flops;
-  nvtxDomainMarkEx(domain, &attributes);
-}
 
 void NameThread(int lane) noexcept {
   char name[32];

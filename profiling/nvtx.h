@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <new>
 #include <string>
 
@@ -36,14 +37,19 @@ inline bool Active() {
 /// of no layer have ("pool", "run").
 const Event* MakeEvent(const std::string& name, const std::string& category);
 
-/// Only where Active(). Pushes and pops on the calling thread nest. The payload of a range inside a task is
-/// expert << 32 | rows.
-void Push(const Event& event, TaskScope::Subject subject);
-void Pop();
+/// What a range inside a task, or one that counts its work, tells a tool beside its name: a payload of NVTX's extension with
+/// these fields and their names. A tool that knows no such payloads gets expert << 32 | rows, an unsigned integer, of ranges
+/// inside tasks.
+struct Payload {
+  std::int32_t expert;  ///< -1: none
+  std::int32_t rows;
+  double flops;
+  double bytes;
+};
 
-/// Only where Active(): how much work the innermost range did, which is known only at its end and a payload of the range has
-/// no place for: a mark of the range's name and category inside it, with the flops as its payload (a double).
-void MarkFlops(const Event& event, double flops);
+/// Only where Active(). Pushes and pops on the calling thread nest.
+void Push(const Event& event, TaskScope::Subject subject, double flops = 0, double bytes = 0);
+void Pop();
 
 /// A range that tools see and timers do not count. `event` is made by the first one that opens.
 class ToolRange {

@@ -15,11 +15,9 @@ const Event* MakeEvent(const std::string& /*name*/, const std::string& /*categor
   throw std::logic_error("built without NVTX");
 }
 
-void Push(const Event& /*event*/, TaskScope::Subject /*subject*/) {}
+void Push(const Event& /*event*/, TaskScope::Subject /*subject*/, double /*flops*/, double /*bytes*/) {}
 
 void Pop() {}
-
-void MarkFlops(const Event& /*event*/, double /*flops*/) {}
 
 void NameThread(int /*lane*/) noexcept {}
 

@@ -26,16 +26,19 @@ namespace {
 constexpr RangeId kMaxRanges = 4096;
 constexpr RangeId kChunk = 64;
 
-// What one thread spent in one range. Written by its thread alone, read by Snapshot() at any time: hence atomics, and plain
+// What one thread spent in one range. Written by its thread alone, read by snapshots at any time: hence atomics, and plain
 // loads and stores instead of locked additions.
-struct Slot {
+struct GroupSlot {
   std::atomic<std::int64_t> epoch{0};  // the Reset() since which the rest counts
   std::atomic<std::int64_t> calls{0};
   std::atomic<std::int64_t> thread_ns{0};
-  std::atomic<std::int64_t> first_ns{0};
-  std::atomic<std::int64_t> last_ns{0};
   std::atomic<double> flops{0};
   std::atomic<double> bytes{0};
+};
+
+struct Slot : GroupSlot {
+  std::atomic<std::int64_t> first_ns{0};
+  std::atomic<std::int64_t> last_ns{0};
   std::atomic<bool> apportioned{false};
 };
 
@@ -44,20 +47,21 @@ void Add(std::atomic<T>& sum, T value) {
   sum.store(sum.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
 }
 
-// The slots of one thread, in chunks that come into being when one of their ranges is first entered.
-class ThreadSlots {
+// A thread's slots, in chunks that come into being when one of their ranges is first entered.
+template <typename SlotType>
+class SlotTable {
  public:
-  ThreadSlots() = default;
-  ThreadSlots(const ThreadSlots&) = delete;
-  ThreadSlots& operator=(const ThreadSlots&) = delete;
-  ~ThreadSlots() {
+  SlotTable() = default;
+  SlotTable(const SlotTable&) = delete;
+  SlotTable& operator=(const SlotTable&) = delete;
+  ~SlotTable() {
     for (std::atomic<Chunk*>& chunk : chunks_) {
       delete chunk.load(std::memory_order_relaxed);
     }
   }
 
   // Owner only.
-  Slot& At(RangeId id) {
+  SlotType& At(RangeId id) {
     std::atomic<Chunk*>& place = chunks_[id / kChunk];
     Chunk* chunk = place.load(std::memory_order_relaxed);
     if (chunk == nullptr) {
@@ -68,14 +72,23 @@ class ThreadSlots {
   }
 
   // Any thread. Null: never entered.
-  const Slot* Find(RangeId id) const {
+  const SlotType* Find(RangeId id) const {
     const Chunk* chunk = chunks_[id / kChunk].load(std::memory_order_acquire);
     return chunk == nullptr ? nullptr : &(*chunk)[id % kChunk];
   }
 
  private:
-  using Chunk = std::array<Slot, kChunk>;
+  using Chunk = std::array<SlotType, kChunk>;
   std::array<std::atomic<Chunk*>, kMaxRanges / kChunk> chunks_{};
+};
+
+using GroupTable = SlotTable<GroupSlot>;
+
+struct ThreadSlots {
+  SlotTable<Slot> totals;
+  std::map<GroupId, std::unique_ptr<GroupTable>> groups;  // changed by its thread with the registry's lock; read with either
+  GroupId last_group = 0;
+  GroupTable* last_table = nullptr;
 };
 
 // Sums of one range over threads.
@@ -91,27 +104,62 @@ struct Sums {
   double bytes = 0;
   bool apportioned = false;
 
-  void Merge(const Slot& slot, std::int64_t epoch) {
+  // The same thread's time in two ranges.
+  void Include(const Sums& other) {
+    if (other.threads == 0) return;
+    calls += other.calls;
+    thread_ns += other.thread_ns;
+    min_thread_ns = max_thread_ns = thread_ns;
+    first_ns = std::min(first_ns, other.first_ns);
+    last_ns = std::max(last_ns, other.last_ns);
+    threads = 1;
+    flops += other.flops;
+    bytes += other.bytes;
+    apportioned |= other.apportioned;
+  }
+
+  // Another thread's.
+  void Merge(const Sums& other) {
+    calls += other.calls;
+    thread_ns += other.thread_ns;
+    min_thread_ns = std::min(min_thread_ns, other.min_thread_ns);
+    max_thread_ns = std::max(max_thread_ns, other.max_thread_ns);
+    first_ns = std::min(first_ns, other.first_ns);
+    last_ns = std::max(last_ns, other.last_ns);
+    threads += other.threads;
+    flops += other.flops;
+    bytes += other.bytes;
+    apportioned |= other.apportioned;
+  }
+
+  void Read(const Slot& slot, std::int64_t epoch) {
     if (slot.epoch.load(std::memory_order_acquire) != epoch) {
       return;
     }
-    const std::int64_t ns = slot.thread_ns.load(std::memory_order_relaxed);
-    calls += slot.calls.load(std::memory_order_relaxed);
-    thread_ns += ns;
-    min_thread_ns = std::min(min_thread_ns, ns);
-    max_thread_ns = std::max(max_thread_ns, ns);
-    first_ns = std::min(first_ns, slot.first_ns.load(std::memory_order_relaxed));
-    last_ns = std::max(last_ns, slot.last_ns.load(std::memory_order_relaxed));
-    threads += 1;
-    flops += slot.flops.load(std::memory_order_relaxed);
-    bytes += slot.bytes.load(std::memory_order_relaxed);
-    apportioned |= slot.apportioned.load(std::memory_order_relaxed);
+    calls = slot.calls.load(std::memory_order_relaxed);
+    min_thread_ns = max_thread_ns = thread_ns = slot.thread_ns.load(std::memory_order_relaxed);
+    first_ns = slot.first_ns.load(std::memory_order_relaxed);
+    last_ns = slot.last_ns.load(std::memory_order_relaxed);
+    threads = 1;
+    flops = slot.flops.load(std::memory_order_relaxed);
+    bytes = slot.bytes.load(std::memory_order_relaxed);
+    apportioned = slot.apportioned.load(std::memory_order_relaxed);
   }
 };
+
+struct GroupSums {
+  std::int64_t calls = 0;
+  std::int64_t thread_ns = 0;
+  double flops = 0;
+  double bytes = 0;
+};
+using GroupRows = std::map<std::pair<GroupId, RangeId>, GroupSums>;
 
 struct Entry {
   std::string name;
   std::string category;
+  RangeKind kind = RangeKind::kTimed;
+  RangeId parent = -1;                             // the kSum range that holds it; -1: none
   Sums ended_threads;                              // of threads that are gone
   std::atomic<const nvtx::Event*> event{nullptr};  // made when a tool is there and the range first opens
 };
@@ -125,6 +173,7 @@ struct Registry {
   std::map<std::pair<std::string, std::string>, RangeId> ids;
   std::array<std::unique_ptr<Entry>, kMaxRanges> entries;
   std::vector<std::unique_ptr<ThreadSlots>> threads;
+  GroupRows ended_groups;  // of threads that are gone
 
   RangeId size() const { return static_cast<RangeId>(ids.size()); }
 
@@ -142,13 +191,40 @@ struct Registry {
     return threads.emplace_back(std::make_unique<ThreadSlots>()).get();
   }
 
-  void EndThread(const ThreadSlots* ended) {
-    const std::lock_guard lock(mutex);
-    for (RangeId id = 0; id < size(); ++id) {
-      if (const Slot* slot = ended->Find(id)) {
-        entries[id]->ended_threads.Merge(*slot, current_epoch.load(std::memory_order_relaxed));
+  // One thread's sums, by range; those of a kSum range are those of the ranges that it holds.
+  std::vector<Sums> Of(const ThreadSlots& thread) const {
+    const std::int64_t epoch = current_epoch.load(std::memory_order_relaxed);
+    std::vector<Sums> sums(static_cast<std::size_t>(size()));
+    for (RangeId id = size() - 1; id >= 0; --id) {  // a kSum range comes before what it holds
+      if (const Slot* slot = thread.totals.Find(id); slot != nullptr && entries[id]->kind == RangeKind::kTimed) {
+        sums[id].Read(*slot, epoch);
+      }
+      if (const RangeId parent = entries[id]->parent; parent >= 0) sums[parent].Include(sums[id]);
+    }
+    return sums;
+  }
+
+  void AddGroups(const ThreadSlots& thread, GroupRows& rows) const {
+    const std::int64_t epoch = current_epoch.load(std::memory_order_relaxed);
+    for (const auto& [group, table] : thread.groups) {
+      for (RangeId id = 0; id < size(); ++id) {
+        const GroupSlot* slot = table->Find(id);
+        if (slot == nullptr || slot->epoch.load(std::memory_order_acquire) != epoch) continue;
+        GroupSums& row = rows[{group, id}];
+        row.calls += slot->calls.load(std::memory_order_relaxed);
+        row.thread_ns += slot->thread_ns.load(std::memory_order_relaxed);
+        row.flops += slot->flops.load(std::memory_order_relaxed);
+        row.bytes += slot->bytes.load(std::memory_order_relaxed);
       }
     }
+  }
+
+  void EndThread(const ThreadSlots* ended) {
+    const std::lock_guard lock(mutex);
+    if (ended == nullptr) return;
+    const std::vector<Sums> sums = Of(*ended);
+    for (RangeId id = 0; id < size(); ++id) entries[id]->ended_threads.Merge(sums[id]);
+    AddGroups(*ended, ended_groups);
     std::erase_if(threads, [&](const auto& thread) { return thread.get() == ended; });
   }
 };
@@ -173,37 +249,84 @@ ThreadSlots* OwnSlots() {
   return own_slots;
 }
 
-// The calling thread's slot of a range, emptied if it dates from before the last Reset(). Null: the thread is ending.
-Slot* OwnSlot(RangeId id, std::int64_t start_ns) {
-  ThreadSlots* slots = OwnSlots();
-  if (slots == nullptr) {
-    return nullptr;
+// The calling thread's slots of a group; null for group 0. Takes memory where it is new.
+GroupTable* OwnGroup(ThreadSlots& own) {
+  const GroupId group = GroupScope::Current();
+  if (group == 0) return nullptr;
+  if (own.last_group != group) {
+    auto found = own.groups.find(group);
+    if (found == own.groups.end()) {
+      const std::lock_guard lock(Registry::Get().mutex);
+      found = own.groups.emplace(group, std::make_unique<GroupTable>()).first;
+    }
+    own.last_group = group;
+    own.last_table = found->second.get();
   }
-  Slot& slot = slots->At(id);
+  return own.last_table;
+}
+
+// Empties a slot that dates from before the last Reset(). True: it did.
+bool Renew(GroupSlot& slot, std::int64_t epoch) {
+  if (slot.epoch.load(std::memory_order_relaxed) == epoch) return false;
+  slot.calls.store(0, std::memory_order_relaxed);
+  slot.thread_ns.store(0, std::memory_order_relaxed);
+  slot.flops.store(0, std::memory_order_relaxed);
+  slot.bytes.store(0, std::memory_order_relaxed);
+  return true;
+}
+
+void Add(GroupSlot& slot, std::int64_t thread_ns, const Work& work) {
+  Add(slot.calls, std::int64_t{1});
+  Add(slot.thread_ns, thread_ns);
+  Add(slot.flops, work.flops);
+  Add(slot.bytes, work.bytes);
+}
+
+// Takes the memory that counting a range needs: before it runs, where an exception may leave.
+void Prepare(RangeId id) {
+  ThreadSlots* own = OwnSlots();
+  if (own == nullptr) return;
+  own->totals.At(id);
+  if (GroupTable* group = OwnGroup(*own)) group->At(id);
+}
+
+void Count(RangeId id, std::int64_t begin_ns, std::int64_t end_ns, std::int64_t thread_ns, const Work& work, bool apportioned) {
+  ThreadSlots* own = OwnSlots();
+  if (own == nullptr) return;  // the thread is ending
   const std::int64_t epoch = current_epoch.load(std::memory_order_relaxed);
-  if (slot.epoch.load(std::memory_order_relaxed) != epoch) {
-    slot.calls.store(0, std::memory_order_relaxed);
-    slot.thread_ns.store(0, std::memory_order_relaxed);
-    slot.first_ns.store(start_ns, std::memory_order_relaxed);
-    slot.last_ns.store(start_ns, std::memory_order_relaxed);
-    slot.flops.store(0, std::memory_order_relaxed);
-    slot.bytes.store(0, std::memory_order_relaxed);
+  Slot& slot = own->totals.At(id);
+  if (Renew(slot, epoch)) {
+    slot.first_ns.store(begin_ns, std::memory_order_relaxed);
+    slot.last_ns.store(end_ns, std::memory_order_relaxed);
     slot.apportioned.store(false, std::memory_order_relaxed);
     slot.epoch.store(epoch, std::memory_order_release);
   }
-  return &slot;
-}
-
-void CountTime(Slot& slot, std::int64_t begin_ns, std::int64_t end_ns, std::int64_t thread_ns) {
-  Add(slot.calls, std::int64_t{1});
-  Add(slot.thread_ns, thread_ns);
+  Add(slot, thread_ns, work);
   // Nested in itself, a range closes before the one that opened first.
   slot.first_ns.store(std::min(slot.first_ns.load(std::memory_order_relaxed), begin_ns), std::memory_order_relaxed);
   slot.last_ns.store(std::max(slot.last_ns.load(std::memory_order_relaxed), end_ns), std::memory_order_relaxed);
+  if (apportioned) slot.apportioned.store(true, std::memory_order_relaxed);
+  if (GroupTable* group = OwnGroup(*own)) {
+    GroupSlot& of_group = group->At(id);
+    if (Renew(of_group, epoch)) of_group.epoch.store(epoch, std::memory_order_release);
+    Add(of_group, thread_ns, work);
+  }
 }
 
-void PushEvent(RangeId id) {
-  Entry& entry = *Registry::Get().entries[id];
+void Trace(RangeId id, std::int64_t begin_ns, std::int64_t end_ns, const Work& work) {
+  if (!TraceEnabled()) return;
+  const TaskScope::Subject subject = TaskScope::Current();
+  Record({.begin_ns = begin_ns,
+          .end_ns = end_ns,
+          .flops = work.flops,
+          .bytes = work.bytes,
+          .id = id,
+          .expert = subject.expert,
+          .rows = subject.rows,
+          .kind = EventKind::kRange});
+}
+
+const nvtx::Event& EventOf(Entry& entry) {
   const nvtx::Event* event = entry.event.load(std::memory_order_acquire);
   if (event == nullptr) {
     const std::lock_guard lock(Registry::Get().mutex);
@@ -213,12 +336,21 @@ void PushEvent(RangeId id) {
       entry.event.store(event, std::memory_order_release);
     }
   }
-  nvtx::Push(*event, TaskScope::Current());
+  return *event;
+}
+
+// Shows a range to the tool, inside those that hold it; how many that makes.
+int PushEvents(RangeId id, const Work& work) {
+  Entry& entry = *Registry::Get().entries[id];
+  const nvtx::Event& event = EventOf(entry);  // all that may throw comes before the first push
+  const int outer = entry.parent >= 0 ? PushEvents(entry.parent, {}) : 0;
+  nvtx::Push(event, entry.kind == RangeKind::kSum ? TaskScope::Subject{} : TaskScope::Current(), work.flops, work.bytes);
+  return outer + 1;
 }
 
 }  // namespace
 
-RangeId RegisterRange(const std::string& name, const std::string& category) {
+RangeId RegisterRange(const std::string& name, const std::string& category, RangeKind kind) {
   Registry& registry = Registry::Get();
   const std::lock_guard lock(registry.mutex);
   const std::pair key(name, category);
@@ -232,6 +364,11 @@ RangeId RegisterRange(const std::string& name, const std::string& category) {
   registry.entries[id] = std::make_unique<Entry>();
   registry.entries[id]->name = name;
   registry.entries[id]->category = category;
+  registry.entries[id]->kind = kind;
+  for (RangeId other = 0; other < id; ++other) {
+    const Entry& holds = *registry.entries[other];
+    if (holds.kind == RangeKind::kSum && holds.name == category) registry.entries[id]->parent = other;
+  }
   registry.ids.emplace(key, id);
   return id;
 }
@@ -249,22 +386,21 @@ void Reset() {
   for (RangeId id = 0; id < registry.size(); ++id) {
     registry.entries[id]->ended_threads = {};
   }
+  registry.ended_groups.clear();
 }
 
 std::vector<RangeStats> Snapshot() {
   Registry& registry = Registry::Get();
   const std::lock_guard lock(registry.mutex);
-  const std::int64_t epoch = current_epoch.load(std::memory_order_relaxed);
+  std::vector<std::vector<Sums>> threads;
+  threads.reserve(registry.threads.size());
+  for (const auto& thread : registry.threads) threads.push_back(registry.Of(*thread));
   std::vector<RangeStats> result;
   result.reserve(registry.size());
   for (RangeId id = 0; id < registry.size(); ++id) {
     const Entry& entry = *registry.entries[id];
     Sums sums = entry.ended_threads;
-    for (const auto& thread : registry.threads) {
-      if (const Slot* slot = thread->Find(id)) {
-        sums.Merge(*slot, epoch);
-      }
-    }
+    for (const std::vector<Sums>& thread : threads) sums.Merge(thread[id]);
     RangeStats& stats = result.emplace_back();
     stats.name = entry.name;
     stats.category = entry.category;
@@ -283,30 +419,44 @@ std::vector<RangeStats> Snapshot() {
   return result;
 }
 
+std::vector<GroupStats> GroupSnapshot() {
+  Registry& registry = Registry::Get();
+  const std::lock_guard lock(registry.mutex);
+  GroupRows rows = registry.ended_groups;
+  for (const auto& thread : registry.threads) registry.AddGroups(*thread, rows);
+  std::vector<GroupStats> result;
+  result.reserve(rows.size());
+  for (const auto& [key, row] : rows) {
+    result.push_back({key.first, key.second, row.calls, row.thread_ns, row.flops, row.bytes});
+  }
+  return result;
+}
+
 void AddTimed(RangeId id, std::int64_t begin_ns, std::int64_t ns, double bytes) {
   assert(id >= 0 && id < kMaxRanges);
   if (!TimersEnabled() || begin_ns < current_epoch.load(std::memory_order_relaxed)) return;
-  if (Slot* slot = OwnSlot(id, begin_ns)) {
-    CountTime(*slot, begin_ns, begin_ns + ns, ns);
-    Add(slot->bytes, bytes);
-  }
+  Count(id, begin_ns, begin_ns + ns, ns, {0, bytes}, false);
 }
 
-Range::Range(RangeId id) : id_(id), start_ns_(0) {
-  assert(id >= 0 && id < kMaxRanges);
+Range::Range(RangeId id, Work work, std::span<const Share> shares) : id_(id), work_(work) {
+  assert(id >= 0 && id < kMaxRanges && shares.size() <= kMostShares);
+  for (const Share& share : shares) {
+    if (share.work.flops > 0) shares_[num_shares_++] = share;
+  }
   const bool timed = TimersEnabled();
   if (timed) {
-    // Takes the memory here, where an exception may leave, and not in the destructor.
-    if (ThreadSlots* slots = OwnSlots()) {
-      slots->At(id);
-    }
+    Prepare(id);
+    for (std::size_t i = 0; i < num_shares_; ++i) Prepare(shares_[i].id);
   }
   if (nvtx::Active()) {
-    PushEvent(id);
+    Work all = work;
+    for (std::size_t i = 0; i < num_shares_; ++i) {
+      all.flops += shares_[i].work.flops;
+      all.bytes += shares_[i].work.bytes;
+    }
+    pushed_ = PushEvents(id, all);
   }
-  if (timed) {
-    start_ns_ = Now();
-  }
+  if (timed) start_ns_ = Now();
 }
 
 Range::~Range() {
@@ -314,73 +464,22 @@ Range::~Range() {
     const std::int64_t end_ns = Now();
     // A range that was open at a Reset() belongs to neither side.
     if (start_ns_ >= current_epoch.load(std::memory_order_relaxed)) {
-      double total = flops_;
-      for (int i = 0; i < shares_; ++i) total += shared_[i].flops;
+      double total = work_.flops;
+      for (std::size_t i = 0; i < num_shares_; ++i) total += shares_[i].work.flops;
       // On the time line, shares follow the range's own part, so that a trace adds up to what the timers say.
       std::int64_t left = end_ns - start_ns_;
-      for (int i = 0; i < shares_ && total > 0; ++i) {
-        const auto part = static_cast<std::int64_t>(static_cast<double>(end_ns - start_ns_) * (shared_[i].flops / total));
-        Count(shared_[i].id, end_ns, part);
-        Trace(shared_[i].id, start_ns_ + left - part, start_ns_ + left, shared_[i].flops, shared_[i].bytes);
+      for (std::size_t i = 0; i < num_shares_; ++i) {
+        const Share& share = shares_[i];
+        const auto part = static_cast<std::int64_t>(static_cast<double>(end_ns - start_ns_) * (share.work.flops / total));
+        Count(share.id, start_ns_, end_ns, part, share.work, true);
+        Trace(share.id, start_ns_ + left - part, start_ns_ + left, share.work);
         left -= part;
       }
-      Count(id_, end_ns, left);
-      Trace(id_, start_ns_, start_ns_ + left, flops_, bytes_);
+      Count(id_, start_ns_, end_ns, left, work_, num_shares_ > 0);
+      Trace(id_, start_ns_, start_ns_ + left, work_);
     }
   }
-  if (nvtx::Active()) {
-    const nvtx::Event* event = Registry::Get().entries[id_]->event.load(std::memory_order_acquire);
-    if (flops_ > 0 && event != nullptr) nvtx::MarkFlops(*event, flops_);
-    nvtx::Pop();
-  }
-}
-
-void Range::Trace(RangeId id, std::int64_t begin_ns, std::int64_t end_ns, double flops, double bytes) {
-  if (!TraceEnabled()) return;
-  const TaskScope::Subject subject = TaskScope::Current();
-  Record({.begin_ns = begin_ns,
-          .end_ns = end_ns,
-          .flops = flops,
-          .bytes = bytes,
-          .id = id,
-          .expert = subject.expert,
-          .rows = subject.rows,
-          .kind = EventKind::kRange});
-}
-
-void Range::Count(RangeId id, std::int64_t end_ns, std::int64_t thread_ns) {
-  Slot* slot = OwnSlot(id, start_ns_);
-  if (slot == nullptr) {
-    return;
-  }
-  CountTime(*slot, start_ns_, end_ns, thread_ns);
-  if (shares_ > 0) {
-    slot->apportioned.store(true, std::memory_order_relaxed);
-  }
-}
-
-void Range::AddWork(double flops, double bytes) {
-  flops_ += flops;  // for a tool in any case
-  bytes_ += bytes;
-  if (start_ns_ == 0 || start_ns_ < current_epoch.load(std::memory_order_relaxed)) {
-    return;
-  }
-  if (Slot* slot = OwnSlot(id_, start_ns_)) {
-    Add(slot->flops, flops);
-    Add(slot->bytes, bytes);
-  }
-}
-
-void Range::Share(RangeId other, double flops, double bytes) {
-  if (start_ns_ == 0 || start_ns_ < current_epoch.load(std::memory_order_relaxed)) {
-    return;
-  }
-  assert(shares_ < 3);
-  shared_[shares_++] = {other, flops, bytes};
-  if (Slot* slot = OwnSlot(other, start_ns_)) {
-    Add(slot->flops, flops);
-    Add(slot->bytes, bytes);
-  }
+  for (; pushed_ > 0; --pushed_) nvtx::Pop();
 }
 
 }  // namespace moesaic::profiling

@@ -28,7 +28,7 @@ enum class Idle : std::int32_t {
 struct Event {
   std::int64_t begin_ns = 0;  ///< of the steady clock
   std::int64_t end_ns = 0;    ///< begin_ns for kSteal and kQueue
-  double flops = 0;           ///< kRange: as given by AddWork and Share
+  double flops = 0;           ///< kRange: its work, or what fused work it stands for
   double bytes = 0;
   std::int32_t id = 0;
   std::int32_t expert = -1;  ///< kRange: of the task around it (TaskScope); -1: none

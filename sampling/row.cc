@@ -78,8 +78,7 @@ void Row::Begin(std::int64_t row, RowScratch* scratch, const std::vector<Piece>*
 }
 
 void Row::Pack() {
-  StageRange range(Stage::kPack);
-  range.AddBytes(logits_.size * (SizeOf(logits_.dtype) + 4));
+  StageRange range(Stage::kPack, logits_.size * (SizeOf(logits_.dtype) + 4));
   for (std::int64_t i = 0; i < logits_.size; ++i) scratch_->packed[i] = LoadFloat(args_.logits, index_, i);
   logits_ = {scratch_->packed, DType::kFloat32, logits_.size};
 }
@@ -104,9 +103,9 @@ void Row::Penalise() {
 
 void Row::Scan(std::int64_t piece) {
   const bool sums = NeedsSums();
-  StageRange range(sums ? Stage::kSoftmax : Stage::kSelect);
   const auto [first, last] = (*pieces_)[static_cast<std::size_t>(piece)];
-  range.AddBytes(std::min((last - first) * kSamplingBlock, logits_.size) * SizeOf(logits_.dtype));
+  StageRange range(sums ? Stage::kSoftmax : Stage::kSelect,
+                   std::min((last - first) * kSamplingBlock, logits_.size) * SizeOf(logits_.dtype));
   kernels_.scan_blocks({logits_, first, last, 1 / temperature_, scratch_->max, sums ? scratch_->sum : nullptr});
 }
 
@@ -166,9 +165,8 @@ Choice Row::Finish() {
 }
 
 void Row::CollectPiece(std::int64_t piece) {
-  StageRange range(Stage::kSelect);
   const auto [first, last] = (*pieces_)[static_cast<std::size_t>(piece)];
-  range.AddBytes(std::min((last - first) * kSamplingBlock, logits_.size) * SizeOf(logits_.dtype));
+  StageRange range(Stage::kSelect, std::min((last - first) * kSamplingBlock, logits_.size) * SizeOf(logits_.dtype));
   const std::int64_t place = first * kSamplingBlock + 16 * piece;
   scratch_->piece_counts[static_cast<std::size_t>(piece)] =
       kernels_.collect({logits_, first, last, scratch_->max, low_, high_, max_, 1 / temperature_, scratch_->mass,

@@ -24,8 +24,7 @@ profiling::RangeId RangeOf(Stage stage);
 /// Opens the range of a stage on the calling thread until the end of the scope.
 class StageRange {
  public:
-  explicit StageRange(Stage stage) : range_(RangeOf(stage)) {}
-  void AddBytes(std::int64_t bytes) { range_.AddWork(0, static_cast<double>(bytes)); }
+  explicit StageRange(Stage stage, std::int64_t bytes = 0) : range_(RangeOf(stage), {0, static_cast<double>(bytes)}) {}
 
  private:
   profiling::Range range_;

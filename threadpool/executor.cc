@@ -65,6 +65,7 @@ void Executor::StopClock() {
 
 void Executor::Start(bool helpers_stay) {
   helpers_stay_ = helpers_stay;
+  group_ = profiling::GroupScope::Current();
   const std::int64_t roots = job_.num_roots();
   // Several indices of a range at once: fewer trips to the shared counter; at most 1/16 of a lane's share, for balance.
   chunk_ = job_.is_range() ? std::clamp<std::int64_t>(roots / (16 * lanes()), 1, 64) : 1;
@@ -191,6 +192,7 @@ void Executor::Stop() {
 
 void Executor::Work(int index, int worker) {
   const WorkerFrame frame(pool_, worker);
+  const profiling::GroupScope group(group_);
   Lane& lane = lanes_[index];
   if (timed_ || profiling::nvtx::Active()) profiling::SetThreadLane(index);
   if (job_.is_range()) {

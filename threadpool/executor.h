@@ -131,6 +131,7 @@ class Executor {
   std::int64_t chunk_ = 1;
   bool helpers_stay_ = false;
   bool timed_ = false;
+  std::int32_t group_ = 0;  ///< of profiling::GroupScope: the caller's
   std::int64_t clock_start_ns_ = 0;
   std::unique_ptr<std::atomic<TaskId>[]> places_;
   std::int64_t num_places_ = 0;

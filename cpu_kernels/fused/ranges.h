@@ -24,7 +24,7 @@ profiling::RangeId RangeOf(FusedStage stage);
 /// The stage, for as long as it lives on this thread.
 class FusedRange {
  public:
-  FusedRange(FusedStage stage, double flops, double bytes) : range_(RangeOf(stage)) { range_.AddWork(flops, bytes); }
+  FusedRange(FusedStage stage, double flops, double bytes) : range_(RangeOf(stage), {flops, bytes}) {}
 
  private:
   profiling::Range range_;

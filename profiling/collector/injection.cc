@@ -3,16 +3,24 @@
 //
 // MOESAIC_NVTX_OUTPUT is where the reports go when the process ends; "%p" in it becomes the process id (a forked child without
 // it adds its own). NAME.txt and NAME.csv are the summary, and with MOESAIC_NVTX_TRACE=1 NAME.trace.csv lists every range.
-// Default: moesaic_nvtx.%p. A process in which no range was opened writes nothing.
+// Default: moesaic_nvtx.%p. Payloads of ranges, single numbers and those of the payload extension, stand in that list. A
+// process in which no range was opened writes nothing.
 #include <nvtx3/nvToolsExt.h>
+#if __has_include(<nvtx3/nvToolsExtPayload.h>)  // NVTX 3.1 and later
+#include <nvtx3/nvToolsExtPayload.h>
+#endif
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <fstream>
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "profiling/collector/recorder.h"
 #include "profiling/collector/report.h"
@@ -92,15 +100,65 @@ NameId NameOf(std::uint32_t domain, const nvtxEventAttributes_t* event) {
   }
 }
 
-int PushName(std::uint32_t domain, NameId name) {
+template <typename T>
+Payload Number(FieldType type, T value) {
+  // One schema a type, for the life of the process.
+  static const std::uint32_t schema = Recorder::Get().AddSchema({{"", type, 0}});
+  Payload payload{.schema = schema};
+  std::memcpy(payload.bytes.data(), &value, sizeof value);
+  return payload;
+}
+
+#ifdef NVTX_PAYLOAD_TYPE_EXT
+// Identifiers of schemas, as programs see them, are numbers of the recorder's behind this one.
+constexpr std::uint64_t kFirstSchema = NVTX_PAYLOAD_SCHEMA_ID_DYNAMIC_START;
+
+Payload FirstOf(const nvtxPayloadData_t* data, std::size_t count) {
+  Payload payload;
+  // Schemas with numbers of the program's own choice are not looked up: the engine has none.
+  if (data == nullptr || count == 0 || data->payload == nullptr || data->size == SIZE_MAX || data->schemaId <= kFirstSchema) {
+    return payload;
+  }
+  payload.schema = static_cast<std::uint32_t>(data->schemaId - kFirstSchema);
+  std::memcpy(payload.bytes.data(), data->payload, std::min(data->size, Payload::kMostBytes));
+  return payload;
+}
+#endif
+
+Payload PayloadOf(const nvtxEventAttributes_t* event) {
+  if (event == nullptr) return {};
+  switch (event->payloadType) {
+    case NVTX_PAYLOAD_TYPE_UNSIGNED_INT64:
+      return Number(FieldType::kUInt64, event->payload.ullValue);
+    case NVTX_PAYLOAD_TYPE_INT64:
+      return Number(FieldType::kInt64, event->payload.llValue);
+    case NVTX_PAYLOAD_TYPE_DOUBLE:
+      return Number(FieldType::kDouble, event->payload.dValue);
+    case NVTX_PAYLOAD_TYPE_UNSIGNED_INT32:
+      return Number(FieldType::kUInt32, event->payload.uiValue);
+    case NVTX_PAYLOAD_TYPE_INT32:
+      return Number(FieldType::kInt32, event->payload.iValue);
+    case NVTX_PAYLOAD_TYPE_FLOAT:
+      return Number(FieldType::kFloat, event->payload.fValue);
+#ifdef NVTX_PAYLOAD_TYPE_EXT
+    case NVTX_PAYLOAD_TYPE_EXT:
+      return FirstOf(reinterpret_cast<const nvtxPayloadData_t*>(static_cast<std::uintptr_t>(event->payload.ullValue)),
+                     event->reserved0 > 0 ? static_cast<std::size_t>(event->reserved0) : 0);
+#endif
+    default:
+      return {};
+  }
+}
+
+int PushName(std::uint32_t domain, NameId name, const Payload& payload = {}) {
   int level = 0;
-  Recorder::Get().Push(domain, name, &level);
+  Recorder::Get().Push(domain, name, payload, &level);
   return level;
 }
 
-int PopFrom(std::uint32_t domain) {
+int PopFrom(std::uint32_t domain, const Payload& payload = {}) {
   int level = 0;
-  Recorder::Get().Pop(domain, &level);
+  Recorder::Get().Pop(domain, payload, &level);
   return level;
 }
 
@@ -116,13 +174,78 @@ nvtxStringHandle_t NVTX_API RegisterW(nvtxDomainHandle_t domain, const wchar_t* 
   return RegisterA(domain, Narrow(text).c_str());
 }
 int NVTX_API DomainPush(nvtxDomainHandle_t domain, const nvtxEventAttributes_t* event) {
-  return PushName(DomainOf(domain), NameOf(DomainOf(domain), event));
+  return PushName(DomainOf(domain), NameOf(DomainOf(domain), event), PayloadOf(event));
 }
 int NVTX_API DomainPop(nvtxDomainHandle_t domain) { return PopFrom(DomainOf(domain)); }
-int NVTX_API PushEx(const nvtxEventAttributes_t* event) { return PushName(0, NameOf(0, event)); }
+int NVTX_API PushEx(const nvtxEventAttributes_t* event) { return PushName(0, NameOf(0, event), PayloadOf(event)); }
 int NVTX_API PushA(const char* text) { return PushName(0, Recorder::Get().Name(0, text == nullptr ? "" : text)); }
 int NVTX_API PushW(const wchar_t* text) { return PushName(0, Recorder::Get().Name(0, Narrow(text))); }
 int NVTX_API Pop() { return PopFrom(0); }
+
+#ifdef NVTX_PAYLOAD_TYPE_EXT
+/// Sizes and numbers of the types that a Field can have; size 0: another one.
+std::pair<std::size_t, FieldType> TypeOf(std::uint64_t type) {
+  switch (type) {
+    case NVTX_PAYLOAD_ENTRY_TYPE_INT:
+    case NVTX_PAYLOAD_ENTRY_TYPE_INT32:
+      return {4, FieldType::kInt32};
+    case NVTX_PAYLOAD_ENTRY_TYPE_UINT:
+    case NVTX_PAYLOAD_ENTRY_TYPE_UINT32:
+      return {4, FieldType::kUInt32};
+    case NVTX_PAYLOAD_ENTRY_TYPE_LONG:
+    case NVTX_PAYLOAD_ENTRY_TYPE_LONGLONG:
+    case NVTX_PAYLOAD_ENTRY_TYPE_INT64:
+      return {8, FieldType::kInt64};
+    case NVTX_PAYLOAD_ENTRY_TYPE_ULONG:
+    case NVTX_PAYLOAD_ENTRY_TYPE_ULONGLONG:
+    case NVTX_PAYLOAD_ENTRY_TYPE_UINT64:
+    case NVTX_PAYLOAD_ENTRY_TYPE_SIZE:
+      return {8, FieldType::kUInt64};
+    case NVTX_PAYLOAD_ENTRY_TYPE_FLOAT:
+    case NVTX_PAYLOAD_ENTRY_TYPE_FLOAT32:
+      return {4, FieldType::kFloat};
+    case NVTX_PAYLOAD_ENTRY_TYPE_DOUBLE:
+    case NVTX_PAYLOAD_ENTRY_TYPE_FLOAT64:
+      return {8, FieldType::kDouble};
+    default:
+      return {0, FieldType::kInt32};
+  }
+}
+
+std::uint64_t NVTX_API RegisterSchema(nvtxDomainHandle_t /*domain*/, const nvtxPayloadSchemaAttr_t* schema) {
+  constexpr std::uint64_t kNeeded = NVTX_PAYLOAD_SCHEMA_ATTR_FIELD_ENTRIES | NVTX_PAYLOAD_SCHEMA_ATTR_FIELD_NUM_ENTRIES;
+  if (schema == nullptr || (schema->fieldMask & kNeeded) != kNeeded || schema->entries == nullptr) return 0;
+  Schema fields;
+  std::size_t end = 0;
+  for (std::size_t i = 0; i < schema->numEntries; ++i) {
+    const nvtxPayloadSchemaEntry_t& entry = schema->entries[i];
+    const auto [size, type] = TypeOf(entry.type);
+    // Past a text or an array nobody knows where a field without an offset is: what comes then is left out.
+    if (size == 0 || entry.flags != 0) break;
+    const std::size_t offset = i == 0 || entry.offset != 0 ? entry.offset : (end + size - 1) / size * size;
+    if (offset > Payload::kMostBytes) break;
+    fields.push_back({entry.name == nullptr ? "" : entry.name, type, offset});
+    end = offset + size;
+  }
+  return kFirstSchema + Recorder::Get().AddSchema(std::move(fields));
+}
+
+int NVTX_API PushPayload(nvtxDomainHandle_t domain, const nvtxPayloadData_t* data, size_t count) {
+  return PushName(DomainOf(domain), Recorder::Get().Name(DomainOf(domain), ""), FirstOf(data, count));
+}
+int NVTX_API PopPayload(nvtxDomainHandle_t domain, const nvtxPayloadData_t* data, size_t count) {
+  return PopFrom(DomainOf(domain), FirstOf(data, count));
+}
+#endif
+
+void ReportAtExit() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    first_pid = getpid();
+    Recorder::Get();
+    std::atexit(WriteReports);
+  });
+}
 
 template <typename Function>
 void Install(NvtxFunctionTable table, unsigned size, unsigned id, Function* function) {
@@ -150,11 +273,23 @@ extern "C" __attribute__((visibility("default"))) int InitializeInjectionNvtx2(N
   collector::Install(table, size, NVTX_CBID_CORE2_DomainRegisterStringW, &collector::RegisterW);
   collector::Install(table, size, NVTX_CBID_CORE2_DomainRangePushEx, &collector::DomainPush);
   collector::Install(table, size, NVTX_CBID_CORE2_DomainRangePop, &collector::DomainPop);
-  static std::once_flag once;
-  std::call_once(once, [] {
-    collector::first_pid = getpid();
-    collector::Recorder::Get();
-    std::atexit(collector::WriteReports);
-  });
+  collector::ReportAtExit();
   return 1;
 }
+
+#ifdef NVTX_PAYLOAD_TYPE_EXT
+/// The same for extensions of NVTX: of payloads alone.
+extern "C" __attribute__((visibility("default"))) int InitializeInjectionNvtxExtension(nvtxExtModuleInfo_t* module) {
+  namespace collector = moesaic::profiling::collector;
+  if (module == nullptr || module->moduleId != NVTX_EXT_PAYLOAD_MODULEID || module->segmentsCount == 0) return 0;
+  const auto install = [slots = module->segments[0].functionSlots, count = module->segments[0].slotCount](auto id,
+                                                                                                          auto* function) {
+    if (static_cast<std::size_t>(id) < count) slots[id] = reinterpret_cast<std::intptr_t>(function);
+  };
+  install(NVTX3EXT_CBID_nvtxPayloadSchemaRegister, &collector::RegisterSchema);
+  install(NVTX3EXT_CBID_nvtxRangePushPayload, &collector::PushPayload);
+  install(NVTX3EXT_CBID_nvtxRangePopPayload, &collector::PopPayload);
+  collector::ReportAtExit();
+  return 1;
+}
+#endif

@@ -4,10 +4,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <mutex>
+#include <utility>
 
 #include "profiling/clock.h"
 
@@ -22,7 +25,12 @@ struct Open {
   std::uint64_t id;
   NameId name;
   std::uint32_t domain;
+  Payload payload;
 };
+
+std::size_t SizeOf(FieldType type) {
+  return type == FieldType::kInt32 || type == FieldType::kUInt32 || type == FieldType::kFloat ? 4 : 8;
+}
 
 std::int64_t CapacityFromEnvironment() {
   const char* text = std::getenv("MOESAIC_NVTX_CAPACITY");
@@ -30,7 +38,33 @@ std::int64_t CapacityFromEnvironment() {
   return wanted > 0 ? wanted : kDefaultCapacity;
 }
 
+template <typename T>
+double Load(const std::byte* place) {
+  T value;
+  std::memcpy(&value, place, sizeof value);
+  return static_cast<double>(value);
+}
+
 }  // namespace
+
+double ValueOf(const Field& field, const Payload& payload) {
+  const std::byte* place = payload.bytes.data() + field.offset;
+  switch (field.type) {
+    case FieldType::kInt32:
+      return Load<std::int32_t>(place);
+    case FieldType::kUInt32:
+      return Load<std::uint32_t>(place);
+    case FieldType::kInt64:
+      return Load<std::int64_t>(place);
+    case FieldType::kUInt64:
+      return Load<std::uint64_t>(place);
+    case FieldType::kFloat:
+      return Load<float>(place);
+    case FieldType::kDouble:
+      return Load<double>(place);
+  }
+  return 0;
+}
 
 // Written by its thread alone. Chunks are linked, and never move: a reader follows them as far as `count` says.
 class ThreadRecorder {
@@ -82,6 +116,7 @@ struct Recorder::State {
   std::deque<std::string> names{"(other)"};
   std::atomic<NameId> name_count{1};
   std::unordered_map<std::string_view, NameId> ids;
+  std::vector<Schema> schemas{{}};
   std::vector<ThreadRecorder*> threads;  // also of threads that have ended; never freed: the process is ending when they go
   std::uint64_t thread_count = 0;
 };
@@ -150,7 +185,22 @@ NameId Recorder::Name(std::uint32_t domain, std::string_view text) {
   return state_->ids.emplace(kept, static_cast<NameId>(state_->names.size() - 1)).first->second;
 }
 
-void Recorder::Push(std::uint32_t domain, NameId name, int* level) {
+std::uint32_t Recorder::AddSchema(Schema fields) {
+  std::erase_if(fields, [](const Field& field) { return field.offset + SizeOf(field.type) > Payload::kMostBytes; });
+  const auto same = [&](const Schema& other) {
+    return std::equal(other.begin(), other.end(), fields.begin(), fields.end(), [](const Field& a, const Field& b) {
+      return a.name == b.name && a.type == b.type && a.offset == b.offset;
+    });
+  };
+  const std::lock_guard lock(state_->mutex);
+  const auto known = std::find_if(state_->schemas.begin(), state_->schemas.end(), same);
+  if (known != state_->schemas.end()) return static_cast<std::uint32_t>(known - state_->schemas.begin());
+  if (state_->schemas.size() == kMaxSchemas) return 0;
+  state_->schemas.push_back(std::move(fields));
+  return static_cast<std::uint32_t>(state_->schemas.size() - 1);
+}
+
+void Recorder::Push(std::uint32_t domain, NameId name, const Payload& payload, int* level) {
   if (name >= state_->name_count.load(std::memory_order_acquire)) name = 0;  // a handle that is none
   ThreadRecorder& thread = *Own();
   int depth = 0;
@@ -163,11 +213,11 @@ void Recorder::Push(std::uint32_t domain, NameId name, int* level) {
   }
   const std::uint64_t id = thread.number << 40 | ++thread.next_id;
   thread.open.store(static_cast<std::int64_t>(thread.stack.size()) + 1, std::memory_order_relaxed);
-  thread.stack.push_back({0, id, name, domain});
+  thread.stack.push_back({0, id, name, domain, payload});
   thread.stack.back().begin_ns = Now();  // last: the collector's own time is not the range's
 }
 
-void Recorder::Pop(std::uint32_t domain, int* level) {
+void Recorder::Pop(std::uint32_t domain, const Payload& payload, int* level) {
   const std::int64_t end_ns = Now();
   ThreadRecorder& thread = *Own();
   *level = -1;
@@ -187,7 +237,7 @@ void Recorder::Pop(std::uint32_t domain, int* level) {
   const Open open = thread.stack[place - 1];
   thread.stack.erase(thread.stack.begin() + static_cast<std::ptrdiff_t>(place) - 1);
   thread.open.store(static_cast<std::int64_t>(thread.stack.size()), std::memory_order_relaxed);
-  RangeRecord record{open.begin_ns, end_ns, open.id, 0, open.name, 0};
+  RangeRecord record{open.begin_ns, end_ns, open.id, 0, open.name, 0, open.payload.schema != 0 ? open.payload : payload};
   for (std::size_t i = 0; i + 1 < place; ++i) {
     if (thread.stack[i].domain != domain) continue;
     record.parent = thread.stack[i].id;
@@ -201,6 +251,7 @@ Collected Recorder::Collect() {
   const std::lock_guard lock(state_->mutex);
   Collected result;
   result.names.assign(state_->names.begin(), state_->names.end());
+  result.schemas = state_->schemas;
   for (const ThreadRecorder* thread : state_->threads) {
     Collected::Thread& copy = result.threads.emplace_back();
     copy.os_id = thread->os_id;

@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <map>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 namespace moesaic::profiling::collector {
 namespace {
@@ -33,10 +35,76 @@ std::string Quoted(const std::string& text) {
   return quoted + '"';
 }
 
+// "expert=3 rows=17 flops=1.5e+06"; the value alone of a field without a name.
+std::string PayloadText(const Payload& payload, const Collected& collected) {
+  std::string text;
+  if (payload.schema >= collected.schemas.size()) return text;  // a schema that nobody registered
+  for (const Field& field : collected.schemas[payload.schema]) {
+    char number[32];
+    std::snprintf(number, sizeof number, "%.17g", ValueOf(field, payload));
+    if (!text.empty()) text += ' ';
+    if (!field.name.empty()) text.append(field.name).append("=");
+    text += number;
+  }
+  return text;
+}
+
 std::string WithCommas(std::string number) {
   const std::size_t point = std::min(number.find('.'), number.size());
   for (std::size_t i = point; i > 3; i -= 3) number.insert(i - 3, 1, ',');
   return number;
+}
+
+// The first line is the header; all but the last column are numbers.
+void WriteColumns(const std::vector<std::vector<std::string>>& lines, std::ostream& out) {
+  std::vector<std::size_t> widths(lines[0].size());
+  for (const auto& line : lines) {
+    for (std::size_t i = 0; i < line.size(); ++i) widths[i] = std::max(widths[i], line[i].size());
+  }
+  for (std::size_t n = 0; n < lines.size(); ++n) {
+    for (std::size_t i = 0; i < widths.size(); ++i) {
+      const std::string& cell = lines[n][i];
+      out << (i == 0 ? " " : "  ");
+      if (i + 1 < widths.size()) out << std::string(widths[i] - cell.size(), ' ');
+      out << cell;
+    }
+    out << '\n';
+    if (n > 0) continue;
+    for (std::size_t i = 0; i < widths.size(); ++i) out << (i == 0 ? " " : "  ") << std::string(widths[i], '-');
+    out << '\n';
+  }
+}
+
+// Ranges whose payload says what they computed: most work first.
+void WriteWork(const Collected& collected, std::ostream& out) {
+  struct Done {
+    std::int64_t instances = 0, time = 0;
+    double flops = 0;
+  };
+  std::map<NameId, Done> all;
+  for (const Collected::Thread& thread : collected.threads) {
+    for (const RangeRecord& range : thread.ranges) {
+      if (range.payload.schema >= collected.schemas.size()) continue;
+      for (const Field& field : collected.schemas[range.payload.schema]) {
+        if (field.name != "flops" || !(ValueOf(field, range.payload) > 0)) continue;
+        Done& done = all[range.name];
+        ++done.instances;
+        done.time += range.end_ns - range.begin_ns;
+        done.flops += ValueOf(field, range.payload);
+      }
+    }
+  }
+  if (all.empty()) return;
+  std::vector<std::pair<NameId, Done>> rows(all.begin(), all.end());
+  std::sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) { return a.second.flops > b.second.flops; });
+  std::vector<std::vector<std::string>> lines{{"Work (GFLOP)", "Instances", "GFLOP/s a thread", "Range"}};
+  for (const auto& [name, done] : rows) {
+    const double rate = done.time > 0 ? done.flops / static_cast<double>(done.time) : 0;
+    lines.push_back({WithCommas(OneDecimal(done.flops / 1e9)), WithCommas(std::to_string(done.instances)),
+                     WithCommas(OneDecimal(rate)), collected.names[name]});
+  }
+  out << '\n';
+  WriteColumns(lines, out);
 }
 
 }  // namespace
@@ -100,22 +168,8 @@ void WriteSummaryText(const Collected& collected, std::ostream& out) {
     lines.push_back(Cells(row, collected));
     for (std::size_t i = 0; i + 1 < lines.back().size(); ++i) lines.back()[i] = WithCommas(lines.back()[i]);
   }
-  std::vector<std::size_t> widths(lines[0].size());
-  for (const auto& line : lines) {
-    for (std::size_t i = 0; i < line.size(); ++i) widths[i] = std::max(widths[i], line[i].size());
-  }
-  for (std::size_t n = 0; n < lines.size(); ++n) {
-    for (std::size_t i = 0; i < widths.size(); ++i) {
-      const std::string& cell = lines[n][i];
-      out << (i == 0 ? " " : "  ");
-      if (i + 1 < widths.size()) out << std::string(widths[i] - cell.size(), ' ');
-      out << cell;
-    }
-    out << '\n';
-    if (n > 0) continue;
-    for (std::size_t i = 0; i < widths.size(); ++i) out << (i == 0 ? " " : "  ") << std::string(widths[i], '-');
-    out << '\n';
-  }
+  WriteColumns(lines, out);
+  WriteWork(collected, out);
   const Losses& losses = collected.losses;
   if (losses.over_capacity > 0) {
     out << losses.over_capacity << " ranges were lost: more than MOESAIC_NVTX_CAPACITY\n";
@@ -127,38 +181,50 @@ void WriteSummaryText(const Collected& collected, std::ostream& out) {
 }
 
 void WriteTraceCsv(const Collected& collected, std::ostream& out) {
-  struct Children {
-    std::int64_t count = 0, time = 0;
+  struct Place {
+    std::int64_t children = 0, children_time = 0;
+    std::uint64_t parent = 0;
   };
   struct Line {
     const RangeRecord* range;
     int os_id;
   };
-  std::unordered_map<std::uint64_t, Children> children;
+  std::unordered_map<std::uint64_t, Place> places;
   std::vector<Line> lines;
   for (const Collected::Thread& thread : collected.threads) {
     for (const RangeRecord& range : thread.ranges) {
       lines.push_back({&range, thread.os_id});
       if (range.parent == 0) continue;
-      Children& of_parent = children[range.parent];
-      ++of_parent.count;
-      of_parent.time += range.end_ns - range.begin_ns;
+      places[range.id].parent = range.parent;
+      Place& of_parent = places[range.parent];
+      ++of_parent.children;
+      of_parent.children_time += range.end_ns - range.begin_ns;
     }
   }
   std::sort(lines.begin(), lines.end(), [](const Line& a, const Line& b) {
     return a.range->begin_ns != b.range->begin_ns ? a.range->begin_ns < b.range->begin_ns : a.range->id < b.range->id;
   });
-  out << "Start (ns),End (ns),Duration (ns),DurChild (ns),DurNonChild (ns),Name,PID,TID,Lvl,NumChild,RangeId,ParentId\n";
+  out << "Start (ns),End (ns),Duration (ns),DurChild (ns),DurNonChild (ns),Name,PID,TID,Lvl,NumChild,RangeId,ParentId,"
+         "RangeStack,NameTree,Payload\n";
   const pid_t pid = getpid();
+  const auto place_of = [&](std::uint64_t id) {
+    const auto found = places.find(id);
+    return found == places.end() ? Place{} : found->second;
+  };
   for (const auto& [range, os_id] : lines) {
-    const auto found = children.find(range->id);
-    const Children inside = found == children.end() ? Children{} : found->second;
+    const Place place = place_of(range->id);
+    const std::string& name = collected.names[range->name];
+    std::vector<std::uint64_t> around;
+    for (std::uint64_t id = range->id; id != 0; id = place_of(id).parent) around.push_back(id);
+    std::string stack;
+    for (std::size_t i = around.size(); i > 0; --i) stack.append(":").append(std::to_string(around[i - 1]));
     const std::int64_t duration = range->end_ns - range->begin_ns;
-    out << range->begin_ns << ',' << range->end_ns << ',' << duration << ',' << inside.time << ',' << duration - inside.time
-        << ',' << Quoted(collected.names[range->name]) << ',' << pid << ',' << os_id << ',' << range->level << ','
-        << inside.count << ',' << range->id << ',';
+    out << range->begin_ns << ',' << range->end_ns << ',' << duration << ',' << place.children_time << ','
+        << duration - place.children_time << ',' << Quoted(name) << ',' << pid << ',' << os_id << ',' << range->level << ','
+        << place.children << ',' << range->id << ',';
     if (range->parent != 0) out << range->parent;
-    out << '\n';
+    out << ',' << stack << ',' << Quoted(std::string(2 * range->level, '-') + name) << ','
+        << Quoted(PayloadText(range->payload, collected)) << '\n';
   }
 }
 

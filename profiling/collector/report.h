@@ -25,9 +25,10 @@ struct SummaryRow {
 std::vector<SummaryRow> Summarize(const Collected& collected);
 
 void WriteSummaryCsv(const Collected& collected, std::ostream& out);
-/// As text in columns; ends with a line for each kind of loss there was.
+/// As text in columns, and below it the work of ranges whose payload has a field "flops"; ends with a line for each kind of
+/// loss there was.
 void WriteSummaryText(const Collected& collected, std::ostream& out);
-/// One line a range, in the order in which they began, with the columns of nsys's nvtx_pushpop_trace.
+/// One line a range, in the order in which they began: columns of nsys's nvtx_pushpop_trace, and its payload.
 void WriteTraceCsv(const Collected& collected, std::ostream& out);
 
 }  // namespace moesaic::profiling::collector

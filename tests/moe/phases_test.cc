@@ -71,9 +71,7 @@ TEST(Phases, RangeCountsUnderTheNameOfItsParent) {
   profiling::SetTimersEnabled(true);
   profiling::Reset();
   {
-    PhaseRange outer(Phase::kBackwardDown);
-    PhaseRange range(Phase::kD3Gemm);
-    range.AddWork(100.0, 50.0);
+    PhaseRange range(Phase::kD3Gemm, {100.0, 50.0});
   }
   {
     PhaseRange range(Phase::kGU3UpP);
@@ -90,6 +88,8 @@ TEST(Phases, RangeCountsUnderTheNameOfItsParent) {
   EXPECT_EQ(find("backward_down", "D3_gemm").flops, 100.0);
   EXPECT_EQ(find("backward_down", "D3_gemm").bytes, 50.0);
   EXPECT_EQ(find("backward", "backward_down").calls, 1);
+  EXPECT_EQ(find("backward", "backward_down").thread_ns, find("backward_down", "D3_gemm").thread_ns);
+  EXPECT_EQ(find("backward", "backward_gate_up").calls, 1) << "the phase in GU3_lora_pass_up";
   EXPECT_EQ(find("GU3_lora_pass_up", "P").calls, 1);
   EXPECT_EQ(find("GU3_lora_pass_gate", "P").calls, 0);
 }

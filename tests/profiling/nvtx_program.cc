@@ -2,6 +2,7 @@
 #include <thread>
 
 #include "profiling/range.h"
+#include "profiling/trace.h"
 
 int main() {
   using moesaic::profiling::Range;
@@ -9,6 +10,7 @@ int main() {
   using moesaic::profiling::RegisterRange;
 
   const RangeId outer = RegisterRange("backward", "layer");
+  RegisterRange("GU3_lora_pass_gate", "backward_gate_up", moesaic::profiling::RangeKind::kSum);
   const RangeId inner = RegisterRange("D3_gemm", "backward");
   RegisterRange("never opened", "layer");
   {
@@ -23,9 +25,9 @@ int main() {
   const RangeId late = RegisterRange("A1_silu_backward", "backward");  // after the tool was found
   std::thread([&] { Range range(late); }).join();
   {
-    Range work(RegisterRange("P", "GU3_lora_pass_gate"));
-    work.AddWork(1500, 10);
-    work.AddWork(1000, 0);
+    const moesaic::profiling::TaskScope task(7, 32);
+    const moesaic::profiling::Share share{late, {1000, 0}};
+    Range work(RegisterRange("P", "GU3_lora_pass_gate"), {1500, 10}, {&share, 1});
   }
   moesaic::profiling::SetTimersEnabled(true);
   {

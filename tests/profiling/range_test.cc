@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -71,9 +72,7 @@ TEST_F(RangeTest, SnapshotListsEveryRangeInOrderOfRegistration) {
 TEST_F(RangeTest, CountsCallsTimeAndWork) {
   const RangeId id = RegisterRange("counted", "test");
   for (int i = 0; i < 3; ++i) {
-    Range range(id);
-    range.AddWork(10, 4);
-    range.AddWork(1, 1);
+    Range range(id, {11, 5});
     std::this_thread::sleep_for(milliseconds(2));
   }
   const RangeStats stats = Find("counted");
@@ -109,8 +108,7 @@ TEST_F(RangeTest, OffCountsNothing) {
   const RangeId id = RegisterRange("off", "test");
   SetTimersEnabled(false);
   {
-    Range range(id);
-    range.AddWork(1, 1);
+    Range range(id, {1, 1});
     SetTimersEnabled(true);  // opened without a start, so it has no length
   }
   EXPECT_EQ(Find("off").calls, 0);
@@ -182,8 +180,7 @@ TEST_F(RangeTest, ManyThreadsLoseNothing) {
   for (int i = 0; i < kThreads; ++i) {
     threads.emplace_back([&] {
       for (int call = 0; call < kCalls; ++call) {
-        Range range(id);
-        range.AddWork(1, 2);
+        Range range(id, {1, 2});
       }
     });
   }
@@ -228,9 +225,8 @@ TEST_F(RangeTest, ResetStartsFromZeroOnEveryThread) {
 TEST_F(RangeTest, ARangeThatWasOpenAtAResetDoesNotCount) {
   const RangeId id = RegisterRange("open", "test");
   {
-    Range range(id);
+    Range range(id, {1, 1});
     Reset();
-    range.AddWork(1, 1);
   }
   EXPECT_EQ(Find("open").calls, 0);
   EXPECT_EQ(Find("open").flops, 0);
@@ -241,10 +237,10 @@ TEST_F(RangeTest, ARangeThatWasOpenAtAResetDoesNotCount) {
 TEST_F(RangeTest, FusedWorkSharesItsTimeByFlops) {
   const RangeId own = RegisterRange("fused own", "test");
   const RangeId other = RegisterRange("fused other", "test");
+  const RangeId none = RegisterRange("fused without work", "test");
   {
-    Range range(own);
-    range.AddWork(30, 3);
-    range.Share(other, 10, 1);
+    const std::array<Share, 2> shares = {Share{other, {10, 1}}, Share{none, {0, 1}}};
+    Range range(own, {30, 3}, shares);
     std::this_thread::sleep_for(milliseconds(8));
   }
   const RangeStats first = Find("fused own"), second = Find("fused other");
@@ -258,10 +254,72 @@ TEST_F(RangeTest, FusedWorkSharesItsTimeByFlops) {
   EXPECT_GE(first.thread_ns + second.thread_ns, 8'000'000);                                           // nothing is lost
   EXPECT_NEAR(static_cast<double>(first.thread_ns), 3.0 * static_cast<double>(second.thread_ns), 4);  // rounded to whole ns
   EXPECT_EQ(first.span_ns, second.span_ns);
+  EXPECT_EQ(Find("fused without work").calls, 0);
 
   Reset();
   Spend(own, milliseconds(0));
   EXPECT_FALSE(Find("fused own").apportioned);
+}
+
+TEST_F(RangeTest, ASumHoldsWhatItsRangesTake) {
+  RegisterRange("sum of sums", "sums", RangeKind::kSum);
+  RegisterRange("sum", "sum of sums", RangeKind::kSum);
+  const RangeId a = RegisterRange("a", "sum"), b = RegisterRange("b", "sum"), beside = RegisterRange("c", "sum of sums");
+  Spend(a, milliseconds(1));
+  Spend(b, milliseconds(2));
+  std::thread(Spend, b, milliseconds(4)).join();  // of a thread that is gone
+  {
+    Range range(beside, {6, 2});
+  }
+  const RangeStats sum = Find("sum"), all = Find("sum of sums");
+  EXPECT_EQ(sum.calls, 3);
+  EXPECT_EQ(sum.thread_ns, Find("a").thread_ns + Find("b").thread_ns);
+  EXPECT_EQ(sum.threads, 2);
+  EXPECT_EQ(sum.min_thread_ns + sum.max_thread_ns, sum.thread_ns);
+  EXPECT_GE(sum.max_thread_ns, 4'000'000);
+  EXPECT_GE(sum.span_ns, 7'000'000);
+  EXPECT_EQ(all.calls, 4);
+  EXPECT_EQ(all.thread_ns, sum.thread_ns + Find("c").thread_ns);
+  EXPECT_EQ(all.flops, 6);
+}
+
+TEST_F(RangeTest, GroupsAddUpToTheWhole) {
+  const RangeId id = RegisterRange("grouped", "test"), other = RegisterRange("grouped share", "test");
+  const auto work = [&](GroupId group, double flops) {
+    const GroupScope scope(group);
+    const Share share{other, {1, 0}};
+    Range range(id, {flops, 2}, {&share, 1});
+  };
+  work(5, 10);
+  work(3, 20);
+  work(5, 30);
+  work(0, 40);
+  std::thread([&] {
+    const GroupScope outer(7);
+    work(5, 50);  // scopes nest
+    Spend(id, milliseconds(1));
+  }).join();
+  const auto of = [&](GroupId group, RangeId range) {
+    for (const GroupStats& stats : GroupSnapshot()) {
+      if (stats.group == group && stats.id == range) return stats;
+    }
+    return GroupStats{};
+  };
+  EXPECT_EQ(of(5, id).calls, 3);
+  EXPECT_EQ(of(5, id).flops, 90);
+  EXPECT_EQ(of(5, id).bytes, 6);
+  EXPECT_EQ(of(5, other).flops, 3);
+  EXPECT_EQ(of(3, id).flops, 20);
+  EXPECT_EQ(of(7, id).calls, 1);
+  EXPECT_GE(of(7, id).thread_ns, 1'000'000);
+  EXPECT_EQ(of(0, id).calls, 0) << "nobody's work is in the sums alone";
+  EXPECT_EQ(Find("grouped").calls, 6);
+  EXPECT_EQ(Find("grouped").flops, 150);
+  Reset();
+  EXPECT_TRUE(GroupSnapshot().empty());
+  work(5, 1);
+  ASSERT_EQ(GroupSnapshot().size(), 2u);
+  EXPECT_EQ(of(5, id).flops, 1);
 }
 
 TEST_F(RangeTest, AChildOfForkGoesOnCounting) {

@@ -22,7 +22,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-void Work(milliseconds duration) {
+void Spend(milliseconds duration) {
   for (const auto end = steady_clock::now() + duration; steady_clock::now() < end;) {
   }
 }
@@ -55,9 +55,8 @@ TEST_F(TraceTest, AnEventSaysWhenForWhomAndHowMuch) {
   const std::int64_t before = Now();
   {
     const TaskScope task(7, 32);
-    Range range(id);
-    range.AddWork(100, 10);
-    Work(milliseconds(1));
+    Range range(id, {100, 10});
+    Spend(milliseconds(1));
   }
   {
     Range range(id);
@@ -77,10 +76,9 @@ TEST_F(TraceTest, FusedWorkAddsUpToTheTimers) {
   const RangeId own = RegisterRange("traced own", "test"), other = RegisterRange("traced other", "test");
   StartTrace();
   {
-    Range range(own);
-    range.AddWork(30, 3);
-    range.Share(other, 10, 1);
-    Work(milliseconds(2));
+    const Share share{other, {10, 1}};
+    Range range(own, {30, 3}, {&share, 1});
+    Spend(milliseconds(2));
   }
   ASSERT_EQ(Ranges(own).size(), 1u);
   ASSERT_EQ(Ranges(other).size(), 1u);
@@ -169,7 +167,7 @@ TEST_P(AccountTest, BusyAndIdleTimesAddUpToTheRun) {
       const threadpool::TaskId task = graph.Add(
           [](void* self, std::int64_t, int) {
             Range range(static_cast<Context*>(self)->id);
-            Work(kTask);
+            Spend(kTask);
           },
           &context, 0);
       if (before >= 0) graph.AddEdge(before, task);
@@ -215,10 +213,10 @@ TEST_P(AccountTest, BusyAndIdleTimesAddUpToTheRun) {
 TEST_P(AccountTest, NothingIsCountedWhileTimersAreOff) {
   threadpool::Pool pool(2, GetParam());
   SetTimersEnabled(false);
-  pool.ParallelFor(8, [](std::int64_t, int) { Work(milliseconds(1)); });
+  pool.ParallelFor(8, [](std::int64_t, int) { Spend(milliseconds(1)); });
   EXPECT_EQ(PoolSnapshot().runs, 0);
   SetTimersEnabled(true);
-  pool.ParallelFor(8, [](std::int64_t, int) { Work(milliseconds(1)); });
+  pool.ParallelFor(8, [](std::int64_t, int) { Spend(milliseconds(1)); });
   EXPECT_EQ(PoolSnapshot().runs, 1);
   EXPECT_GE(PoolSnapshot().busy_ns, 8'000'000);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import statistics
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from moesaic.profiles import document as doc
 from moesaic.profiles.system import COLLECTOR, library
 
 HEADER = "Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Range"
@@ -111,6 +113,25 @@ def test_malformed_use(tmp_path: Path) -> None:
 
 
 @needs_program
+def test_payloads(tmp_path: Path) -> None:
+    result = run([str(_PROGRAM), "payloads"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    payloads = {row["Name"].removeprefix("payloads:"): row["Payload"] for row in check_summary(tmp_path)}
+    assert payloads == {
+        "fields": "a=-7 b=1.5 c=0.25",
+        "cut off": "a=-7 b=0 c=0",
+        "no data": "",
+        "no payloads": "",
+        "unknown size": "",
+        "unknown schema": "",
+        "a number": "2.5",
+        "at its end": "a=-7 b=1.5 c=0.25",
+        "": "a=-7 b=1.5 c=0.25",
+    }
+    assert "1 pops without an open range" in (tmp_path / "run.txt").read_text()
+
+
+@needs_program
 def test_nesting(tmp_path: Path) -> None:
     assert run([str(_PROGRAM), "fork"], tmp_path).returncode == 0
     parent = {row["Name"]: row for row in check_summary(tmp_path)}
@@ -118,6 +139,9 @@ def test_nesting(tmp_path: Path) -> None:
     assert parent[":parent"]["ParentId"] == parent[":around"]["RangeId"]
     assert (parent[":parent"]["Lvl"], parent[":around"]["NumChild"]) == ("1", "1")
     assert int(parent[":around"]["DurChild (ns)"]) == int(parent[":parent"]["Duration (ns)"])
+    around, inner = parent[":around"]["RangeId"], parent[":parent"]["RangeId"]
+    assert (parent[":around"]["RangeStack"], parent[":parent"]["RangeStack"]) == (f":{around}", f":{around}:{inner}")
+    assert parent[":parent"]["NameTree"] == "--:parent"
     (child,) = [path for path in tmp_path.glob("run.*.trace.csv") if path.name != "run.trace.csv"]
     assert {row["Name"] for row in rows(child)} == {":around", ":child"}
 
@@ -144,3 +168,56 @@ with nvtx.annotate("mine", domain="script"):
     check_summary(tmp_path)
     counts = {row["Range"]: int(row["Instances"]) for row in rows(tmp_path / "run.csv")}
     assert counts["script:mine"] == 1 and counts["moesaic:forward"] == 3 and counts["moesaic:gate_up_gemm"] > 0
+
+
+_STEP = """
+import json, torch, moesaic
+from moesaic import _core
+E, H, I, T = 4, 128, 96, 64
+torch.manual_seed(0)
+layer = moesaic.ExpertsLayer(torch.randn(E, 2 * I, H), torch.randn(E, H, I))
+a, b = (torch.randn(s, requires_grad=True) for s in ((E, 8, H), (E, 2 * I, 8)))
+c, d = (torch.randn(s, requires_grad=True) for s in ((E, 8, I), (E, H, 8)))
+lora = moesaic.Lora(gate_up=moesaic.LoraPair(a, b, 1.0), down=moesaic.LoraPair(c, d, 1.0))
+ids, w = torch.randint(0, E, (T, 2)), torch.rand(T, 2)
+with moesaic.profile() as profile:
+    out = moesaic.moe_experts(torch.randn(T, H, requires_grad=True), ids, w.requires_grad_(), layer, lora)
+    out.sum().backward()
+print(json.dumps({"rows": ids.flatten().bincount(minlength=E).tolist(), "phases": profile.phases()}))
+"""
+
+
+def test_the_engines_ranges(tmp_path: Path) -> None:
+    """Nesting, and work: the tool's view and the timers' are two ways to the same numbers."""
+    path = os.pathsep.join(part for part in sys.path if part)
+    result = run([sys.executable, "-c", _STEP], tmp_path, PYTHONPATH=path)
+    assert result.returncode == 0, result.stderr
+    said = json.loads(result.stdout)
+    ranges = [row for row in check_summary(tmp_path) if row["Name"].startswith("moesaic:")]
+    names = {row["RangeId"]: row["Name"].removeprefix("moesaic:") for row in ranges}
+    category: dict[str, set[str]] = {}
+    for row in said["phases"]:
+        category.setdefault(row["name"], set()).add(row["category"])
+    flops, experts, nested = 0.0, {}, set()
+    for row in ranges:
+        name = row["Name"].removeprefix("moesaic:")
+        fields = dict(field.split("=") for field in row["Payload"].split())
+        flops += float(fields.get("flops", 0))
+        if "expert" in fields and fields["expert"] != "-1":
+            experts[int(fields["expert"])] = int(fields["rows"])
+        if category.get(name, set()) & doc.SUMS:
+            assert names[row["ParentId"]] in category[name], row
+            nested.add(name)
+    assert experts == {expert: count for expert, count in enumerate(said["rows"]) if count > 0}
+    assert nested >= {
+        "D3_gemm",
+        "D4_lora_grad",
+        "A1_silu_backward",
+        "GU1_base_pass_gate",
+        "P",
+        "dA",
+        "GU3_lora_pass_gate",
+    }
+    timed = sum(row["flops"] for row in said["phases"] if doc.is_leaf(row["name"]))
+    assert flops == pytest.approx(timed) and timed > 0
+    assert "GFLOP/s a thread" in (tmp_path / "run.txt").read_text()

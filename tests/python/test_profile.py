@@ -60,30 +60,6 @@ def test_times_add_up(recorded: doc.Document) -> None:
     assert all(row["fraction_of_ceiling"] for row in recorded["phases"] if row["flops"] > 0)
 
 
-def test_phases_of_each_layer() -> None:
-    def backward_of(lora: bool) -> None:
-        exec(
-            PROGRAM.replace("for _ in range(6)", "for _ in range(1)").replace(", lora)", ", lora)" if lora else ")"), {}
-        )
-
-    with moesaic.profile(trace=True) as profile:
-        backward_of(lora=True)
-        backward_of(lora=False)  # the second step, and the one that is traced
-    rows = {(row["layer"], row["kind"]): row for row in profile.document()["layers"]}
-    (first, second) = sorted({layer for layer, _ in rows})
-    assert rows[first, "forward"]["phases"] == {}, "its step was not traced"
-    forward, backward = (rows[second, kind]["phases"] for kind in ("forward", "backward"))
-    assert {"routing", "gate_up_gemm", "merge"} <= set(forward) and "D3_gemm" not in forward
-    assert "D3_gemm" in backward and "gate_up_gemm" not in backward
-    assert not {"gate_up_lora", "forward", "backward_down"} & {*forward, *backward}
-    step = profile.document()["steps"][1]["phases"]
-    for name, ms in {**forward, **backward}.items():
-        assert ms == pytest.approx(step[name], rel=1e-3, abs=2e-3), name
-    with moesaic.profile() as without_trace:
-        backward_of(lora=True)
-    assert all(row["phases"] is None for row in without_trace.document()["layers"])
-
-
 def test_the_trace_gives_the_totals_of_the_timers(recorded: doc.Document, tmp_path: Path) -> None:
     schema = pytest.importorskip(
         "perfetto.protos.perfetto.trace.perfetto_trace_pb2", reason="needs the perfetto package for the trace's schema"
@@ -114,6 +90,8 @@ def test_the_trace_gives_the_totals_of_the_timers(recorded: doc.Document, tmp_pa
     step = recorded["steps"][1]["phases"]
     assert {"gate_up_gemm", "D3_gemm", "merge"} <= set(step)
     for name, ms in step.items():
+        if name in doc.SUMS:
+            continue  # no timer watches them
         assert totals[name] / 1e6 == pytest.approx(ms, rel=1e-3, abs=2e-3), name
 
 
@@ -136,6 +114,10 @@ def test_the_report_in_a_browser(recorded: doc.Document, tmp_path: Path) -> None
         name: value for name, value in recorded["account"].items() if name != "threads_x_wall_ms"
     }
     assert len(re.findall(r"data-step=", result.stdout)) == len(recorded["steps"])
+    boxes = re.findall(r'data-layer="(\d+)" data-phase="([^"]+)" data-ms="([^"]+)"', result.stdout)
+    assert [(int(layer), name, float(ms)) for layer, name, ms in boxes] == [
+        (row["layer"], phase["name"], phase["thread_ms"]) for row in recorded["layers"] for phase in row["phases"]
+    ]
 
 
 def test_command(run_python: RunPython, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +138,7 @@ def test_command(run_python: RunPython, tmp_path: Path, capfd: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"schema": 2, "phases": [', "not a complete JSON document"),
+        ('{"schema": 3, "phases": [', "not a complete JSON document"),
         ('{"schema": 99, "phases": []}', "schema 99"),
         ('{"a": 1}', "not a profile"),
         (None, "No such file"),

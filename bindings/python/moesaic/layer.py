@@ -92,6 +92,11 @@ class ExpertsLayer:
         return self._core.intermediate_size
 
     @property
+    def number(self) -> int:
+        """The layer's name in profiles: how many were made before it in this process."""
+        return self._core.number
+
+    @property
     def weight_format(self) -> str:
         """How the weights are stored."""
         return self._weight_format

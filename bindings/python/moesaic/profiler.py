@@ -28,6 +28,8 @@ class Phase(TypedDict):
     calls: int
     thread_ms: float
     """Time inside, summed over threads."""
+    first_ms: float
+    """Its part in the first calls of layers, which take memory."""
     min_thread_ms: float | None
     """The least over the threads that entered it; None in a profile inside another one, where it is not known."""
     max_thread_ms: float | None
@@ -60,6 +62,7 @@ class Profile:
         self._trace = trace
         self._nested = False
         self._base: dict[tuple[str, str], _core.RangeStats] = {}
+        self._base_layers: dict[tuple[int, bool, int], tuple[int, int, float, float]] = {}
         self._document: doc.Document | None = None
         self._ceiling: dict[str, float] | None = None
         self._steps: list[dict[str, Any]] = []
@@ -72,10 +75,11 @@ class Profile:
 
     def __enter__(self) -> Profile:
         self._nested = _core.timers_enabled()
-        self._document, self._steps, self._base = None, [], {}
+        self._document, self._steps, self._base, self._base_layers = None, [], {}, {}
         if self._nested:
             # The outer profile goes on counting, so what is there already is taken off at the end.
             self._base = {(row["name"], row["category"]): row for row in _core.timers_snapshot()}
+            self._base_layers = {row[:3]: row[3:] for row in _core.layers_snapshot()}
         else:
             _core.reset_timers()
             _core.set_timers_enabled(True)
@@ -148,7 +152,8 @@ class Profile:
         self._ceiling = {"compute_gflops": found.compute_gflops, "read_gbps": found.read_gbps}
         if self._document is not None:
             self._document["ceiling"] = self._ceiling
-            for row in self._document["phases"]:
+            of_layers = [row for layer in self._document["layers"] for row in layer["phases"]]
+            for row in self._document["phases"] + of_layers:
                 row.update(doc.rates(row, threads, self._ceiling))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -168,7 +173,7 @@ class Profile:
         staging.collect_times()
         return {
             "ns": _core.clock_ns(),
-            "phases": {key_of(row): row["thread_ns"] / 1e6 for row in _core.timers_snapshot() if row["calls"] > 0},
+            "phases": {doc.key_of(row): row["thread_ns"] / 1e6 for row in _core.timers_snapshot() if row["calls"] > 0},
             "pool": doc.pool_ms(_core.pool_snapshot()),
             "system": system_counts(),
         }
@@ -176,7 +181,13 @@ class Profile:
     def _make(self, end: dict[str, Any]) -> doc.Document:
         threads = _core.get_num_threads()
         rows = _core.timers_snapshot()
-        phases = [phase for row in rows if (phase := self._phase(row, threads))["calls"] > 0]
+        sums = self._layer_sums()
+        first = doc.first_ns(sums, rows)
+        phases = [
+            phase
+            for row, first_ns in zip(rows, first, strict=True)
+            if (phase := self._phase(row, first_ns, threads))["calls"] > 0
+        ]
         calls, dropped = _core.calls()
         calls = [call for call in calls if call["begin_ns"] >= self._began_ns]
         document: doc.Document = {
@@ -199,22 +210,30 @@ class Profile:
                 for kind in ("forward", "backward")
             },
             "calls_dropped": dropped,
-            "layers": doc.by_layer(calls),
+            "layers": doc.by_layer(calls, sums, rows),
             "steps": list(self._steps),
             "system": difference(end["system"], self._first_mark["system"]),
             "trace": None,
         }
-        recorded: list[_core.ThreadTrace] = []
-        names = [key_of(row) for row in rows]
+        for layer in document["layers"]:
+            for row in layer["phases"]:
+                row.update(doc.rates(row, threads, self._ceiling))
         if self._trace and not self._nested:
             recorded = self._kept_trace if self._traced_ms is not None else _core.read_trace()
-            document["trace"] = doc.trace_of(recorded, names, self._began_ns)
+            document["trace"] = doc.trace_of(recorded, [doc.key_of(row) for row in rows], self._began_ns)
             begin_ms, end_ms = self._traced_ms or (0.0, document["wall_ms"])
             document["trace"].update(begin_ms=begin_ms, end_ms=end_ms)
-        doc.add_layer_phases(document["layers"], calls, recorded, names)
         return document
 
-    def _phase(self, row: _core.RangeStats, threads: int) -> Phase:
+    def _layer_sums(self) -> doc.LayerSums:
+        sums = {row[:3]: row[3:] for row in _core.layers_snapshot()}
+        for key, (calls, thread_ns, flops, size) in self._base_layers.items():
+            if key in sums:  # not so after a reset
+                now = sums[key]
+                sums[key] = (now[0] - calls, now[1] - thread_ns, now[2] - flops, now[3] - size)
+        return {key: row for key, row in sums.items() if row[0] > 0}
+
+    def _phase(self, row: _core.RangeStats, first_ns: int, threads: int) -> Phase:
         base = self._base.get((row["name"], row["category"]))
         nested = self._nested
         thread_ms = (row["thread_ns"] - (base["thread_ns"] if base else 0)) / 1e6
@@ -227,6 +246,7 @@ class Profile:
             category=row["category"],
             calls=row["calls"] - (base["calls"] if base else 0),
             thread_ms=thread_ms,
+            first_ms=first_ns / 1e6,
             min_thread_ms=None if nested else row["min_thread_ns"] / 1e6,
             max_thread_ms=None if nested else row["max_thread_ns"] / 1e6,
             span_ms=None if nested else row["span_ns"] / 1e6,
@@ -238,11 +258,6 @@ class Profile:
             gbps=rates["gbps"],
             fraction_of_ceiling=rates["fraction_of_ceiling"],
         )
-
-
-def key_of(row: _core.RangeStats | Phase) -> str:
-    """A phase's name where it stands alone: the steps of GU3 have the same names for gate and for up."""
-    return f"{row['category']}/{row['name']}" if row["category"].startswith("GU3_") else row["name"]
 
 
 def write(document: doc.Document, path: str | os.PathLike[str]) -> None:

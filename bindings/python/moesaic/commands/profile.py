@@ -37,6 +37,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--nvtx", action="store_true", help="also load the NVTX collector, and print its summary of all ranges"
     )
+    parser.add_argument("--layers", action="store_true", help="also each phase of each layer")
     parser.add_argument(
         "what", nargs=argparse.REMAINDER, metavar="-- COMMAND... | show FILE | diff FILE FILE", help="what to do"
     )
@@ -64,11 +65,13 @@ def _trailing(args: argparse.Namespace, rest: list[str], count: int) -> list[str
     parser = argparse.ArgumentParser(prog="moesaic profile", add_help=False, exit_on_error=False)
     parser.add_argument("-o", "--output")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--layers", action="store_true")
     try:
         options, files = parser.parse_known_args(rest)
     except argparse.ArgumentError as error:
         raise UsageError(f"profile: {error}") from error
     args.json = args.json or options.json
+    args.layers = args.layers or options.layers
     args.output = options.output or args.output
     if len(files) != count:
         raise UsageError(f"profile: expected {count} file{'s' if count > 1 else ''}, got {' '.join(files) or 'none'}")
@@ -99,7 +102,7 @@ def _show(args: argparse.Namespace, rest: list[str]) -> int:
     if args.json:
         print_json(document)
     else:
-        print_document(document)
+        print_document(document, layers=args.layers)
     return 0
 
 
@@ -163,7 +166,7 @@ def _run_program(args: argparse.Namespace, command: list[str]) -> int:
         if args.json:
             print_json(document)
         else:
-            print_document(document)
+            print_document(document, layers=args.layers)
             if args.nvtx and ranges.with_suffix(".txt").exists():
                 print("\n" + ranges.with_suffix(".txt").read_text(encoding="utf-8"), end="")
     return code
@@ -205,7 +208,7 @@ def _from_ranges(path: Path, wall_ms: float) -> doc.Document:
             phase = dict.fromkeys(
                 ("min_thread_ms", "max_thread_ms", "span_ms", "threads", "gflops", "gbps", "fraction_of_ceiling")
             )
-            work = {"flops": 0.0, "bytes": 0.0, "apportioned": False}
+            work = {"first_ms": 0.0, "flops": 0.0, "bytes": 0.0, "apportioned": False}
             thread_ms = int(row["Total Time (ns)"]) / 1e6
             phases.append(
                 {
@@ -248,30 +251,44 @@ def _cell(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def print_document(document: doc.Document) -> None:
-    """The terminal's view of a profile."""
+def _rates(row: dict[str, Any]) -> tuple[str, str, str]:
+    fraction = row["fraction_of_ceiling"]
+    return _cell(row["gflops"], 1), _cell(row["gbps"], 1), _cell(None if fraction is None else 100 * fraction, 1)
+
+
+def _depths(rows: list[dict[str, Any]]) -> list[int]:
+    """How many phases hold each one."""
+    depths: dict[str, int] = {}
+    result = []
+    for row in rows:
+        result.append(depths.get(row["category"], -1) + 1)
+        depths.setdefault(row["name"], result[-1])
+    return result
+
+
+def print_document(document: doc.Document, layers: bool = False) -> None:
+    """The terminal's view of a profile; `layers`: with each phase of each layer."""
     tables = Tables()
     ceiling = document["ceiling"]
     limits = f"; ceilings {ceiling['compute_gflops']:.0f} GFLOP/s, {ceiling['read_gbps']:.1f} GB/s" if ceiling else ""
     host = f"{document['cpu']} {document['isa']}, {document['threads']} threads"
     tables.heading(f"{host}, wall clock {document['wall_ms']:.1f} ms{limits}")
+    depths = _depths(document["phases"])
     tables.table(
         "phases (* apportioned by flops)",
-        ("phase", "calls", "thread ms", "min", "max", "GFLOP/s", "GB/s", "% ceiling"),
+        ("phase", "calls", "thread ms", "first calls", "min", "max", "span", "GFLOP/s", "GB/s", "% ceiling"),
         [
             (
-                ("" if row["category"] in ("layer", "nvtx") else "  ")
-                + row["name"]
-                + (" *" if row["apportioned"] else ""),
-                f"{row['calls']:,}",
+                "  " * depth + row["name"] + (" *" if row["apportioned"] else ""),
+                "-" if row["name"] in doc.SUMS else f"{row['calls']:,}",
                 _cell(row["thread_ms"]),
+                _cell(row["first_ms"]),
                 _cell(row["min_thread_ms"]),
                 _cell(row["max_thread_ms"]),
-                _cell(row["gflops"], 1),
-                _cell(row["gbps"], 1),
-                _cell(None if row["fraction_of_ceiling"] is None else 100 * row["fraction_of_ceiling"], 1),
+                _cell(row["span_ms"], 0),
+                *_rates(row),
             )
-            for row in document["phases"]
+            for row, depth in zip(document["phases"], depths, strict=True)
         ],
     )
     total = document["account"]["threads_x_wall_ms"]
@@ -302,7 +319,9 @@ def print_document(document: doc.Document) -> None:
                 if row["calls"] > 0
             ],
         )
-    _print_layers(tables, document)
+    if document["calls_dropped"]:
+        tables.line(f"{document['calls_dropped']:,} more calls are in the phases alone")
+    _print_layers(tables, document, layers)
     steady = [step for step in document["steps"] if not step["first"]]
     rows = []
     for name, value in document["system"].items():
@@ -311,14 +330,14 @@ def print_document(document: doc.Document) -> None:
     tables.table("operating system", ("", "whole run", "a steady step, median"), rows)
 
 
-def _print_layers(tables: Tables, document: doc.Document) -> None:
-    """A row for each layer and direction; nothing of a run with one layer, whose calls stand above."""
+def _print_layers(tables: Tables, document: doc.Document, phases: bool) -> None:
+    """A row for each layer and direction, and for each of its phases where those are wanted; nothing of a run with one
+    layer, whose calls stand above."""
     if len({row["layer"] for row in document["layers"]}) < 2:
         return
     rows = []
     for row in document["layers"]:
-        phases = row.get("phases") or {}
-        longest = max(phases, key=lambda name: phases[name], default=None)
+        longest = max(row["phases"], key=lambda phase: phase["thread_ms"], default=None)
         rows.append(
             (
                 str(row["layer"]),
@@ -327,8 +346,26 @@ def _print_layers(tables: Tables, document: doc.Document) -> None:
                 _cell(row["first_ms"]),
                 *(_cell(row["wall_ms"][key]) for key in ("median", "max")),
                 "-" if row["busy_fraction"] is None else f"{100 * row['busy_fraction']:.0f}%",
-                "-" if longest is None else f"{longest}, {phases[longest]:.2f}",
+                "-" if longest is None else f"{longest['name']}, {longest['thread_ms']:,.2f}",
             )
         )
-    title = ("layer", "", "calls", "first ms", "median ms", "max", "busy", "longest phase of a step, thread ms")
-    tables.table("layers", title, rows)
+    title = ("layer", "", "calls", "first ms", "median ms", "max", "busy", "longest phase, thread ms")
+    tables.table("layers, without their first calls", title, rows)
+    if not phases:
+        return
+    tables.table(
+        "phases of layers, without their first calls",
+        ("layer", "phase", "calls", "thread ms", "first call", "GFLOP/s", "GB/s", "% ceiling"),
+        [
+            (
+                str(row["layer"]),
+                phase["name"],
+                f"{phase['calls']:,}",
+                _cell(phase["thread_ms"]),
+                _cell(phase["first_ms"]),
+                *_rates(phase),
+            )
+            for row in document["layers"]
+            for phase in row["phases"]
+        ],
+    )

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 import moesaic
 from moesaic import _core
-from moesaic.profiler import Profile, key_of
+from moesaic.profiler import Profile
 from moesaic.profiles import document as doc
 from moesaic.profiles.shares import ATTENTION, PARTS, attention_modules, step_parts
 
@@ -194,7 +194,7 @@ class ProfileCallback(TrainerCallback):  # type: ignore[misc]
     def _totals(self) -> dict[str, dict[str, float]]:
         assert self._profile is not None
         return {
-            key_of(row): {"thread_ms": row["thread_ms"], "flops": row["flops"], "bytes": row["bytes"]}
+            doc.key_of(row): {"thread_ms": row["thread_ms"], "flops": row["flops"], "bytes": row["bytes"]}
             for row in self._profile.phases()
         }
 

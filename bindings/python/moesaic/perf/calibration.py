@@ -78,8 +78,7 @@ _TIMERS: dict[str, tuple[str, ...]] = {
     "down_backward": ("D3_gemm", "D4_lora_grad"),
     "activation_backward": ("A1_silu_backward",),
     "gate_up_backward": (
-        "GU1_base_pass_gate", "GU1_base_pass_up", "GU2_pack_for_lora", "GU3_lora_pass_gate", "GU3_lora_pass_up",
-        "dB", "dA", "dX_lora",
+        "GU1_base_pass_gate", "GU1_base_pass_up", "GU2_pack_for_lora", "P", "dB", "dA", "dX_lora",
     ),
     "merge_backward": ("GU4_merge",),
 }  # fmt: skip

@@ -5,7 +5,6 @@ docs/PROFILING.md describes every field. Times are milliseconds, unless the name
 
 from __future__ import annotations
 
-import bisect
 import json
 import os
 import statistics
@@ -14,23 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from moesaic._core import CallRecord, PoolTotals, ThreadTrace
+    from moesaic._core import CallRecord, PoolTotals, RangeStats, ThreadTrace
 
 __all__ = [
     "SCHEMA",
     "Document",
     "ProfileError",
     "account",
-    "add_layer_phases",
+    "by_layer",
     "call_summary",
+    "first_ns",
     "is_leaf",
+    "key_of",
     "load",
     "pool_ms",
     "rates",
     "trace_of",
 ]
 
-SCHEMA = 2
+SCHEMA = 3
 Document = dict[str, Any]
 
 #: Ranges around calls of the engine and whatever else a program does, in benchmarks and trainers.
@@ -40,6 +41,8 @@ PARENTS = OUTER | frozenset(
     {"forward", "backward", "backward_down", "backward_activation", "backward_gate_up", "GU3_lora_pass_gate"}
     | {"GU3_lora_pass_up", "sample"}
 )
+#: Those of them that no timer watches: their times are those of their steps, added up.
+SUMS = PARENTS - OUTER - {"forward", "backward", "sample"}
 #: Copies between the host and a GPU: their time is the device's, not a thread's.
 TRANSFERS = frozenset({"device_to_host", "host_to_device"})
 #: Steps that the calling thread does alone, before the pool starts.
@@ -50,6 +53,11 @@ IDLE_KINDS = ("stealing", "waiting", "parked")
 
 class ProfileError(Exception):
     """A profile that cannot be read, in one line."""
+
+
+def key_of(row: Mapping[str, Any] | RangeStats) -> str:
+    """A phase's name where it stands alone: the steps of GU3 have the same names for gate and for up."""
+    return f"{row['category']}/{row['name']}" if row["category"].startswith("GU3_") else row["name"]
 
 
 def is_leaf(name: str) -> bool:
@@ -131,13 +139,30 @@ def account(calls: Iterable[CallRecord]) -> dict[str, float]:
     return {f"{name}_ms": value / 1e6 for name, value in total.items()}
 
 
-def by_layer(calls: Sequence[CallRecord]) -> list[dict[str, Any]]:
-    """One row for each layer and kind, the first call of each apart."""
+#: Of one range in one layer, its first calls apart: calls, thread_ns, flops, bytes. Keys: layer, first, place of range.
+LayerSums = Mapping[tuple[int, bool, int], tuple[int, int, float, float]]
+
+
+def first_ns(sums: LayerSums, ranges: Sequence[RangeStats]) -> list[int]:
+    """Thread time of each range inside the first call of a layer."""
+    places = {row["name"]: place for place, row in enumerate(ranges) if row["name"] in SUMS}
+    total = [0] * len(ranges)
+    for (_, first, place), (_, thread_ns, _, _) in sums.items():
+        if first:
+            total[place] += thread_ns
+    for place in reversed(range(len(ranges))):  # a sum comes before what it holds
+        if ranges[place]["category"] in places:
+            total[places[ranges[place]["category"]]] += total[place]
+    return total
+
+
+def by_layer(calls: Sequence[CallRecord], sums: LayerSums, ranges: Sequence[RangeStats]) -> list[dict[str, Any]]:
+    """One row for each layer and kind, the first call of each apart; rates of its phases are for `rates` to add."""
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for call in calls:
         row = rows.setdefault(
             (call["layer"], call["kind"]),
-            {"layer": call["layer"], "kind": call["kind"], "first_ms": None, "times": [], "busy": 0, "lanes": 0},
+            {"first_ms": None, "times": [], "busy": 0, "lanes": 0, "phases": {}},
         )
         wall = (call["end_ns"] - call["begin_ns"]) / 1e6
         if call["first"]:
@@ -146,41 +171,30 @@ def by_layer(calls: Sequence[CallRecord]) -> list[dict[str, Any]]:
         row["times"].append(wall)
         row["busy"] += call["pool"]["busy_ns"]
         row["lanes"] += call["pool"]["lane_ns"]
+    for (layer, first, place), (count, thread_ns, flops, size) in sums.items():
+        kind = "forward" if ranges[place]["category"] == "forward" else "backward"  # and what that holds
+        if (layer, kind) not in rows or not is_leaf(ranges[place]["name"]):
+            continue
+        phase = rows[layer, kind]["phases"].setdefault(
+            place,
+            {"name": key_of(ranges[place]), "calls": 0, "thread_ms": 0.0, "first_ms": 0.0, "flops": 0.0, "bytes": 0.0},
+        )
+        if first:
+            phase["first_ms"] += thread_ns / 1e6
+        else:
+            phase.update(calls=count, thread_ms=thread_ns / 1e6, flops=flops, bytes=size)
     return [
         {
-            "layer": row["layer"],
-            "kind": row["kind"],
+            "layer": layer,
+            "kind": kind,
             "first_ms": row["first_ms"],
             "calls": len(row["times"]),
             "wall_ms": spread(row["times"]),
             "busy_fraction": row["busy"] / row["lanes"] if row["lanes"] else None,
+            "phases": [phase for _, phase in sorted(row["phases"].items())],
         }
-        for _, row in sorted(rows.items())
+        for (layer, kind), row in sorted(rows.items())
     ]
-
-
-def add_layer_phases(
-    layers: Sequence[dict[str, Any]],
-    calls: Sequence[CallRecord],
-    threads: Sequence[ThreadTrace],
-    ranges: Sequence[str],
-) -> None:
-    """Gives each row of `by_layer` its ``phases``: thread ms by phase in the traced step, which are None without a
-    trace. Callers are served in turn, so that an event belongs to the call that was in the engine then."""
-    ordered = sorted(calls, key=lambda call: call["engine_begin_ns"])
-    begins = [call["engine_begin_ns"] for call in ordered]
-    sums: dict[tuple[int, str], dict[str, float]] = {}
-    for thread in threads:
-        for kind, begin, end, what, *_ in thread["events"]:
-            if EVENT_KINDS[kind] != "range" or not is_leaf(ranges[what].rpartition("/")[2]):
-                continue
-            place = bisect.bisect_right(begins, begin) - 1
-            if place < 0 or begin > ordered[place]["engine_end_ns"]:
-                continue
-            phases = sums.setdefault((ordered[place]["layer"], ordered[place]["kind"]), {})
-            phases[ranges[what]] = phases.get(ranges[what], 0.0) + (end - begin) / 1e6
-    for row in layers:
-        row["phases"] = sums.get((row["layer"], row["kind"]), {}) if threads else None
 
 
 def trace_of(threads: Sequence[ThreadTrace], ranges: Sequence[str], origin_ns: int) -> Document:
