@@ -176,12 +176,19 @@ def test_profiling_document(capsys):
     if profiles_system.library(profiles_system.COLLECTOR) is None:
         assert cli.main(["bench", "profiling"]) == 1
         pytest.skip("built without the NVTX headers")
-    document = run_json(capsys, "profiling", "--preset", "tiny", "--tokens", "32", "--reps", "3")
+    code = cli.main(["bench", "profiling", "--preset", "tiny", "--tokens", "32", "--reps", "3", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert code == (0 if all(row["met"] for row in document["overhead"].values()) else 1)
     assert set(document["step_ms"]) == {"off", "timers", "collector"}
     assert all(0 < times["min"] <= times["median"] <= times["max"] for times in document["step_ms"].values())
-    assert document["phases_a_step"] > 20
+    assert document["ranges_a_step"] > 20 and document["tasks_a_step"] > 5
+    assert 0 < document["range_ns"]["off"] < document["range_ns"]["timers"] < document["range_ns"]["collector"]
     bars = {name: row["bar"] for name, row in document["overhead"].items()}
     assert bars == {"timers": 0.005, "timers_and_nvtx": 0.01, "collector": 0.03}
-    assert all(row["value"] > -1 and row["noise"] >= 0 for row in document["overhead"].values())
+    for row in document["overhead"].values():
+        assert row["estimate"] > 0
+        assert all(way["value"] > -1 and way["noise"] >= 0 for way in row["measured"].values())
+        beyond = all(way["value"] - way["noise"] > row["bar"] for way in row["measured"].values())
+        assert row["met"] == (row["estimate"] <= row["bar"] and not beyond)
     assert _core.mute_nvtx(True) is False, "the tool was in a process of its own"
     assert cli.main(["bench", "profiling", "--preset", "nothing"]) == 2

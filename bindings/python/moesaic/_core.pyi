@@ -209,6 +209,12 @@ class OuterRange:
 def mute_nvtx(muted: bool) -> bool:
     """Hides an NVTX tool from the ranges that open from now on, or shows it again; whether there is one."""
 
+def time_ranges(blocks: int) -> float:
+    """CPU time in ns that a range takes, the mean over those of so many blocks of a forward and a backward."""
+
+def time_clock(count: int) -> float:
+    """CPU time in ns of one reading of the clock."""
+
 def mark_entry() -> None: ...
 def mark_exit() -> None: ...
 def calls() -> tuple[list[CallRecord], int]: ...

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moesaic import _core, staging
 from moesaic.profiles import document as doc
-from moesaic.profiles.system import difference, system_counts
+from moesaic.profiles.system import SystemCounter, difference
 
 __all__ = ["Phase", "Profile", "profile"]
 
@@ -54,11 +54,14 @@ class Profile:
 
     Args:
         trace: also record single events: a time line of the second step (of the first, where there is one alone).
+        system: let the kernel count sleeps, futex waits, opens, maps and migrations, as far as it permits. Leaving the
+            context then takes up to half a second.
 
     A step ends with each `step()` of a torch optimizer, and with `Profile.step`.
     """
 
-    def __init__(self, trace: bool = False) -> None:
+    def __init__(self, trace: bool = False, system: bool = False) -> None:
+        self._asks_kernel = system
         self._trace = trace
         self._nested = False
         self._base: dict[tuple[str, str], _core.RangeStats] = {}
@@ -71,6 +74,7 @@ class Profile:
         self._kept_trace: list[_core.ThreadTrace] = []
         self._traced_ms: tuple[float, float] | None = None
         self._hook: Callable[[], None] | None = None
+        self._system: SystemCounter | None = None
         self._began_ns = 0
 
     def __enter__(self) -> Profile:
@@ -86,6 +90,7 @@ class Profile:
             if self._trace:
                 _core.start_trace()
         self._hook = register_optimizer_step_post_hook(lambda *_: self.step()).remove
+        self._system = SystemCounter(self._asks_kernel)
         self._began_ns = _core.clock_ns()
         self._mark = self._counts()
         self._first_mark = self._mark
@@ -98,6 +103,8 @@ class Profile:
         if self._hook is not None:
             self._hook()
             self._hook = None
+        if self._system is not None:
+            self._system.close()
         if not self._nested:
             _core.set_timers_enabled(False)
             if self._trace:
@@ -175,7 +182,7 @@ class Profile:
             "ns": _core.clock_ns(),
             "phases": {doc.key_of(row): row["thread_ns"] / 1e6 for row in _core.timers_snapshot() if row["calls"] > 0},
             "pool": doc.pool_ms(_core.pool_snapshot()),
-            "system": system_counts(),
+            "system": self._system.read() if self._system is not None else {},
         }
 
     def _make(self, end: dict[str, Any]) -> doc.Document:
@@ -213,6 +220,8 @@ class Profile:
             "layers": doc.by_layer(calls, sums, rows),
             "steps": list(self._steps),
             "system": difference(end["system"], self._first_mark["system"]),
+            "system_sources": self._system.sources if self._system is not None else {},
+            "system_refused": self._system.refused if self._system is not None else [],
             "trace": None,
         }
         for layer in document["layers"]:
@@ -275,13 +284,14 @@ def write(document: doc.Document, path: str | os.PathLike[str]) -> None:
         target.write_text(json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
 
 
-def profile(trace: bool = False) -> Profile:
+def profile(trace: bool = False, system: bool = False) -> Profile:
     """``with moesaic.profile() as p: ...``, then ``p.phases()`` or ``p.save("run.json")``. Contexts may nest.
 
     Args:
         trace: also record the time line of a step (48 bytes an event, at most 3 MB a thread).
+        system: let the kernel count what the process asks of it, as far as it permits.
     """
-    return Profile(trace)
+    return Profile(trace, system)
 
 
 SUFFIXES = (".json", ".html", ".perfetto-trace")
@@ -298,7 +308,7 @@ def profile_process(path: str) -> None:
     """Profiles from now until the process ends, and writes `path` then; a forked child writes nothing."""
     target = _checked(path).absolute()
     pid = os.getpid()
-    whole = Profile(trace=True).__enter__()
+    whole = Profile(trace=True, system=True).__enter__()
 
     def finish() -> None:
         if os.getpid() == pid:

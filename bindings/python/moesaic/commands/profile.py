@@ -19,6 +19,7 @@ from typing import Any
 from moesaic.commands.output import CommandError, Tables, UsageError, print_json
 from moesaic.profiles import document as doc
 from moesaic.profiles.compare import compare
+from moesaic.profiles.system import USAGE
 
 _DESCRIPTION = """\
 Runs a program and reports where the engine's time went:  moesaic profile [-o run.json] -- python train.py
@@ -238,11 +239,14 @@ def _from_ranges(path: Path, wall_ms: float) -> doc.Document:
         "layers": [],
         "steps": [],
         "system": {
+            "context_switches": usage.ru_nvcsw + usage.ru_nivcsw,
             "voluntary_switches": usage.ru_nvcsw,
             "involuntary_switches": usage.ru_nivcsw,
-            "minor_faults": usage.ru_minflt,
+            "page_faults": usage.ru_minflt + usage.ru_majflt,
             "major_faults": usage.ru_majflt,
         },
+        "system_sources": dict.fromkeys(USAGE, "getrusage"),
+        "system_refused": [],
         "trace": None,
     }
 
@@ -326,8 +330,10 @@ def print_document(document: doc.Document, layers: bool = False) -> None:
     rows = []
     for name, value in document["system"].items():
         steps = [step["system"][name] for step in steady if step["system"].get(name) is not None]
-        rows.append((name.replace("_", " "), _cell(value, 0), _cell(statistics.median(steps) if steps else None, 0)))
-    tables.table("operating system", ("", "whole run", "a steady step, median"), rows)
+        source = document["system_sources"].get(name) or "nothing counts it here"
+        middle = _cell(statistics.median(steps) if steps else None, 0)
+        rows.append((name.replace("_", " "), _cell(value, 0), middle, source))
+    tables.table("operating system", ("", "whole run", "a steady step, median", "counted by"), rows)
 
 
 def _print_layers(tables: Tables, document: doc.Document, phases: bool) -> None:
