@@ -168,8 +168,8 @@ class MachineProbe {
   double Compute(const std::string& isa, double seconds) { return bench::MeasureCompute(isa, &pool_, seconds); }
   double Read(std::int64_t bytes, double seconds) { return bench::MeasureBlockRead(&pool_, bytes, seconds); }
   double Memory(std::int64_t bytes, double seconds) { return bench::ReadProbe(&pool_, bytes).Measure(seconds); }
-  double Stream(const std::string& isa, bool direct, std::int64_t bytes) {
-    return bench::MeasureStream(RunnableTier(isa), direct, &pool_, bytes);
+  double Stream(const std::string& isa, bool direct, std::int64_t rows, std::int64_t bytes, double undisturbed_ns) {
+    return bench::MeasureStream(RunnableTier(isa), direct, rows, &pool_, bytes, undisturbed_ns);
   }
   std::pair<double, double> Dispatch() {
     const bench::PoolFigures figures = bench::MeasurePool(pool_);
@@ -205,10 +205,14 @@ void RegisterMachineProbe(py::module_& module) {
       .def("compute", &MachineProbe::Compute, py::arg("isa"), py::arg("seconds"), WithoutLock())
       .def("read", &MachineProbe::Read, py::arg("bytes"), py::arg("seconds"), WithoutLock())
       .def("memory", &MachineProbe::Memory, py::arg("bytes"), py::arg("seconds"), WithoutLock())
-      .def("stream", &MachineProbe::Stream, py::arg("isa"), py::arg("direct"), py::arg("bytes"), WithoutLock())
+      .def("stream", &MachineProbe::Stream, py::arg("isa"), py::arg("direct"), py::arg("rows"), py::arg("bytes"),
+           py::arg("undisturbed_ns"), WithoutLock())
       .def("dispatch", &MachineProbe::Dispatch, WithoutLock());
   module.def("measure_latency", &bench::MeasureLatency, py::arg("bytes"), py::arg("seconds"), WithoutLock());
   module.def("measure_kernels", &KernelFiguresOf, py::arg("isa"));
+  module.def(
+      "measure_cell", [](const std::string& isa) { return bench::MeasureCell(RunnableTier(isa)); }, py::arg("isa"),
+      WithoutLock());
 }
 
 void RegisterGemmProbe(py::module_& module) {

@@ -50,6 +50,7 @@ MachineModel MachineOf(const py::dict& figures) {
   kernel.call_ns = Field<double>(figures, "call_ns");
   kernel.unpack_tile_ns = Field<double>(figures, "unpack_tile_ns");
   kernel.unpack_overlaps = Field<bool>(figures, "unpack_overlaps");
+  kernel.overlap = Field<double>(figures, "overlap");
   kernel.pack_gbps = Field<double>(figures, "pack_gbps");
   kernel.direct_gbps = Field<double>(figures, "direct_gbps");
   kernel.unpack_gbps = Field<double>(figures, "unpack_gbps");
@@ -84,9 +85,9 @@ const char* NameOf(LoopOrder order) {
   return order == LoopOrder::kRows ? "rows" : order == LoopOrder::kColumns ? "columns" : "depth";
 }
 
-/// (rows of each group, k, n, bytes of an input value, of an output value, of a weight, form, packed)
-using ProblemTuple =
-    std::tuple<std::vector<std::int64_t>, std::int64_t, std::int64_t, std::int64_t, std::int64_t, double, std::string, bool>;
+/// (rows of each group, k, n, bytes of an input value, of an output value, of a weight, form, packed, cached)
+using ProblemTuple = std::tuple<std::vector<std::int64_t>, std::int64_t, std::int64_t, std::int64_t, std::int64_t, double,
+                                std::string, bool, bool>;
 
 GemmProblem ProblemOf(const ProblemTuple& tuple) {
   GemmProblem problem;
@@ -102,6 +103,7 @@ GemmProblem ProblemOf(const ProblemTuple& tuple) {
   problem.weight_bytes = std::get<5>(tuple);
   problem.form = FormNamed(std::get<6>(tuple));
   problem.packed = std::get<7>(tuple);
+  problem.cached = std::get<8>(tuple);
   if (problem.k < 1 || problem.n < 1 || problem.groups.empty()) {
     throw std::invalid_argument("shape has k " + std::to_string(problem.k) + ", n " + std::to_string(problem.n) +
                                 ", expected positive sizes and a group with rows");

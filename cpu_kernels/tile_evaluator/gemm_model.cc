@@ -8,21 +8,62 @@
 namespace moesaic {
 namespace {
 
-// Times that overlap combine as (sum of t^p)^(1/p): p = 1 not at all, infinity perfectly. Arithmetic and the levels of memory:
-// p = 3. Weights from memory that nothing prefetches: p = 1.5. (AMX, 256 rows, cycles a product: 21 with weights in L2, 27 to
-// 29 from memory with the next ones prefetched, 33 to 38 without.)
-double Power(double time, bool prefetched) { return prefetched ? time * time * time : time * std::sqrt(time); }
-double Root(double powers, bool prefetched) { return prefetched ? std::cbrt(powers) : std::cbrt(powers * powers); }
+/// Times that overlap combine as (sum of t^p)^(1/p): p = 1 not at all, infinity perfectly. For arithmetic and the levels of
+/// memory it is a figure of the kernels (KernelFigures::overlap).
+class Overlap {
+ public:
+  explicit Overlap(double p) : p_(p) {}
 
-/// What of a cache holds its data between two reads; the rest goes to what passes through.
+  double Power(double time) const { return p_ == 1 ? time : p_ == 3 ? time * time * time : std::pow(time, p_); }
+  double Root(double powers) const { return p_ == 1 ? powers : p_ == 3 ? std::cbrt(powers) : std::pow(powers, 1 / p_); }
+
+ private:
+  double p_;
+};
+
+/// Two times that overlap, shared out: as `well`, but for a share of the second that overlaps as `badly`.
+struct Together {
+  Together(double a, double b, const Overlap& well, const Overlap& badly, double share) {
+    Add(a, b, well, 1 - share);
+    if (share > 0) Add(a, b, badly, share);
+  }
+
+  double first = 0, second = 0;
+
+ private:
+  void Add(double a, double b, const Overlap& overlap, double weight) {
+    const double power_a = overlap.Power(a), power_b = overlap.Power(b), both = power_a + power_b;
+    if (both <= 0) return;
+    const double whole = weight * overlap.Root(both);
+    first += whole * power_a / both;
+    second += whole * power_b / both;
+  }
+};
+
+/// Of weights from memory that nothing prefetches, at most. (AMX, 256 rows, cycles a product: 21 with weights in L2, 27 to 29
+/// from memory with the next ones prefetched, 33 to 38 without.)
+constexpr double kNotPrefetched = 1.5;
+
+/// What of the last-level cache, which others use as well, holds its data between two reads.
 constexpr double kUsable = 0.75;
+/// Of a cache of C bytes all is found again after C / 2 bytes of other data, nothing after 1.75 C, and a share between: caches
+/// replace neither exactly the oldest line nor evenly over their sets. (AVX-512, 2 MB of L2, a step of a tile whose
+/// activations were read 0.4, 1.6 and 3.1 MB before: 113, 128, 134 ns.)
+constexpr double kAllFound = 0.5, kNoneFound = 1.75;
+
+/// Of weights' way from memory and their unpacking before the products: prefetches are spread over the unpacking evenly.
+constexpr double kUnpackOverlap = 2;
+
+/// Stores to lines of a result that are under way at a time. (AVX-512, 2 MB of bf16: 44 ns a line at a latency of 124.)
+constexpr double kStores = 3;
 
 /// What one task costs, on one thread: nanoseconds and bytes.
 struct TaskCost {
   double cells_ns = 0;
   double calls_ns = 0;
   double unpack_ns = 0;
-  bool prefetched = true;                     ///< weights from memory are brought to L2 while the call before computes
+  double round_ns = 0;                        ///< sums that are rounded: what their stores are waited for
+  double unfetched = 0;                       ///< share of the weights that nothing prefetches
   std::array<double, kMemoryLevels> bytes{};  ///< read or written beyond the caches below that level
 };
 
@@ -38,7 +79,11 @@ class TaskCounter {
  public:
   TaskCounter(const GemmProblem& problem, const GemmConfiguration& configuration, const MachineModel& machine)
       : p_(problem), c_(configuration), m_(machine) {
-    for (std::size_t level = 0; level < 3; ++level) usable_[level] = kUsable * static_cast<double>(m_.cache_bytes[level]);
+    for (std::size_t level = 0; level < 3; ++level) {
+      const auto bytes = static_cast<double>(m_.cache_bytes[level]);
+      none_found_[level] = kNoneFound * bytes;
+      share_per_byte_[level] = 1 / ((kNoneFound - kAllFound) * bytes);
+    }
   }
 
   TaskCost Count(const TaskShape& task) const {
@@ -49,7 +94,12 @@ class TaskCounter {
     const std::int64_t depth_calls = CeilDiv(p_.k, depth);
     const double calls = static_cast<double>(row_calls * column_calls * depth_calls);
     CountCells(task, call_rows, depth_calls, cost);
-    cost.prefetched = p_.form != GemmForm::kDirect || call_columns <= kMostPrefetched;
+    const bool prefetches = p_.form == GemmForm::kDirect && call_columns <= kMostPrefetched && column_calls > 1;
+    // A call of the unpack form prefetches from column to column.
+    cost.unfetched = prefetches                          ? 1.0 / static_cast<double>(column_calls)
+                     : p_.form == GemmForm::kDirect      ? 1.0
+                     : p_.form == GemmForm::kUnpack      ? static_cast<double>(column_calls) / static_cast<double>(CeilDiv(task.columns, kTileColumns))
+                                                         : 0.0;
     cost.calls_ns = calls * m_.kernel.call_ns;
 
     // Loops over calls: how often each operand is read anew, and what is read in between.
@@ -61,9 +111,11 @@ class TaskCounter {
     const double weights_between = rows_outer ? all_columns + row_block : column_block + row_block;
     const double activations_between = rows_outer ? row_block + column_block : all_rows + column_block;
     Add(cost, task.weights_from, weights);
-    Add(cost, Holds(weights_between), weights * static_cast<double>(row_calls - 1));
+    AddAgain(cost, weights_between, weights * static_cast<double>(row_calls - 1));
+    // What is prefetched waits in L2 while the call before computes, and is read from there.
+    if (prefetches) AddAgain(cost, 2 * Product(call_columns, p_.k, p_.weight_bytes), weights);
     Add(cost, task.activations_from, activations);
-    Add(cost, Holds(activations_between), activations * static_cast<double>(column_calls - 1));
+    AddAgain(cost, activations_between, activations * static_cast<double>(column_calls - 1));
 
     CountInsideCalls(task, call_rows, call_columns, depth, weights * static_cast<double>(row_calls),
                      activations * static_cast<double>(column_calls), cost);
@@ -74,12 +126,15 @@ class TaskCounter {
  private:
   static void Add(TaskCost& cost, MemoryLevel level, double bytes) { cost.bytes[static_cast<std::size_t>(level)] += bytes; }
 
-  /// The cache in which data is found again after `bytes` of other data.
-  MemoryLevel Holds(double bytes) const {
+  /// `bytes` are read again, after `between` bytes of other data: each level gives what it still has.
+  void AddAgain(TaskCost& cost, double between, double bytes) const {
+    if (bytes <= 0) return;
     for (std::size_t level = 0; level < 3; ++level) {
-      if (bytes <= usable_[level]) return static_cast<MemoryLevel>(level);
+      const double found = bytes * std::clamp((none_found_[level] - between) * share_per_byte_[level], 0.0, 1.0);
+      cost.bytes[level] += found;
+      bytes -= found;
     }
-    return MemoryLevel::kMemory;
+    cost.bytes[3] += bytes;
   }
 
   /// Time of the steps of `left` x `right` panels along one step of the contraction, and how many cells they are.
@@ -134,12 +189,12 @@ class TaskCounter {
     if (p_.form == GemmForm::kUnpack) {
       // Written once unpacked, then read from where it was written.
       kept = Product(task.columns, p_.k, 2) * weights / Product(task.columns, p_.k, p_.weight_bytes);
-      Add(cost, Holds(2 * kept_between), kept * (passes + 1));
+      AddAgain(cost, 2 * kept_between, kept * (passes + 1));
     } else {
-      Add(cost, Holds(kept_between), kept * (passes - 1));
+      AddAgain(cost, kept_between, kept * (passes - 1));
     }
     const double groups = static_cast<double>(CeilDiv(kept_size, kept_group));
-    Add(cost, Holds(Product(passed_size + kept_group, depth, 2)), passed * (groups - 1));
+    AddAgain(cost, Product(passed_size + kept_group, depth, 2), passed * (groups - 1));
   }
 
   void CountResult(const TaskShape& task, std::int64_t call_rows, std::int64_t call_columns, std::int64_t depth,
@@ -147,21 +202,24 @@ class TaskCounter {
     const double fp32 = Product(task.rows, task.columns, 4);
     // Streaming stores write once; others read the line first.
     const double factor = p_.form == GemmForm::kUnpack && p_.output_bytes == 2 ? 1.0 : 2.0;
-    Add(cost, task.result_to, factor * Product(task.rows, task.columns, static_cast<double>(p_.output_bytes)));
     if (p_.form != GemmForm::kUnpack && p_.output_bytes == 2) {  // rounded from a block of fp32
-      Add(cost, Holds(Product(call_rows, call_columns, 4)), 2 * fp32);
+      AddAgain(cost, Product(call_rows, call_columns, 4), 2 * fp32);
+      // No products are computed meanwhile.
+      cost.round_ns = Product(task.rows, task.columns, 2) / 64 * m_.latency_ns[static_cast<std::size_t>(task.result_to)] / kStores;
+    } else {
+      Add(cost, task.result_to, factor * Product(task.rows, task.columns, static_cast<double>(p_.output_bytes)));
     }
     if (depth_calls == 1) return;
     const double between = c_.order == LoopOrder::kDepth
                                ? fp32 + Product(task.rows + task.columns, depth, 2)
                                : Product(call_rows, call_columns, 4) + Product(call_rows + call_columns, depth, 2);
-    Add(cost, Holds(between), 2 * fp32 * static_cast<double>(depth_calls - 1));
+    AddAgain(cost, between, 2 * fp32 * static_cast<double>(depth_calls - 1));
   }
 
   const GemmProblem& p_;
   const GemmConfiguration& c_;
   const MachineModel& m_;
-  std::array<double, 3> usable_{};
+  std::array<double, 3> none_found_{}, share_per_byte_{};
 };
 
 /// Milliseconds that a thread needs for a task, apart from waiting: overlapped times, and their shares.
@@ -184,28 +242,31 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
                              : problem.form == GemmForm::kUnpack ? kernel.unpack_gbps
                                                                  : machine.gbps[3];
   const double cells = (cost.cells_ns + cost.calls_ns) * kNsToMs;
-  const double unpack = cost.unpack_ns * kNsToMs;
-  std::array<double, 5> times = {cells, supply(MemoryLevel::kL2, machine.gbps[1]), supply(MemoryLevel::kL3, machine.gbps[2]),
-                                 supply(MemoryLevel::kMemory, memory_gbps), kernel.unpack_overlaps ? unpack : 0.0};
-  constexpr std::size_t kFromMemory = 3;
-  double powers = 0;
-  std::array<double, 5> power{};
-  for (std::size_t i = 0; i < times.size(); ++i) {
-    power[i] = Power(times[i], true);
-    if (i != kFromMemory || cost.prefetched) powers += power[i];
-  }
-  double overlapped = Root(powers, true);
-  if (!cost.prefetched) {
-    // Memory against all the rest; the rest's shares are scaled to what is left.
-    const double rest = Power(overlapped, false), memory = Power(times[kFromMemory], false);
-    overlapped = Root(rest + memory, false);
-    power[kFromMemory] = rest > 0 ? powers * memory / rest : 1.0;
-    powers += power[kFromMemory];
+  const double unpack = cost.unpack_ns * kNsToMs, memory = supply(MemoryLevel::kMemory, memory_gbps);
+  const double rounding = cost.round_ns * kNsToMs;
+  // Beside the products, all that overlaps with them: L2, L3, and what the vectors unpack where they are idle. Memory, too,
+  // but where the vectors are busy it is prefetched while they unpack.
+  const bool unpack_first = problem.form == GemmForm::kUnpack && !kernel.unpack_overlaps;
+  const Overlap beside(kernel.overlap);
+  const std::array<double, 4> powers = {beside.Power(cells), beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])),
+                                        beside.Power(supply(MemoryLevel::kL3, machine.gbps[2])),
+                                        kernel.unpack_overlaps ? beside.Power(unpack) : 0.0};
+  const double sum = powers[0] + powers[1] + powers[2] + powers[3];
+  const double computing = beside.Root(sum);
+  double memory_share = 0, unpack_share = 0, computing_share = computing;
+  if (unpack_first) {
+    const Together way(unpack, memory, Overlap(kUnpackOverlap), Overlap(1), cost.unfetched);
+    memory_share = way.second;
+    unpack_share = way.first;
+  } else {
+    const Together whole(computing, memory, beside, Overlap(std::min(kernel.overlap, kNotPrefetched)), cost.unfetched);
+    memory_share = whole.second;
+    computing_share = whole.first;
   }
   TaskTime time;
-  time.ms = overlapped + (kernel.unpack_overlaps ? 0.0 : unpack);
-  if (powers <= 0) return time;
-  const auto share = [&](std::size_t i) { return overlapped * power[i] / powers; };
+  time.ms = computing_share + memory_share + unpack_share + rounding;
+  if (sum <= 0) return time;
+  const auto share = [&](std::size_t i) { return computing_share * powers[i] / sum; };
   // What the cells take: the ceiling's time for the flops that count, what edges add, and the rest, which is L1.
   const double least = flops / (machine.compute_gflops / threads) * kNsToMs;
   const double whole =
@@ -220,8 +281,8 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   PartOf(time.parts, GemmPart::kEdge) = scale * (cells - without_edges);
   PartOf(time.parts, GemmPart::kL2) = share(1);
   PartOf(time.parts, GemmPart::kL3) = share(2);
-  PartOf(time.parts, GemmPart::kMemory) = share(3);
-  PartOf(time.parts, GemmPart::kPacking) = share(4) + (kernel.unpack_overlaps ? 0.0 : unpack);
+  PartOf(time.parts, GemmPart::kMemory) = memory_share;
+  PartOf(time.parts, GemmPart::kPacking) = share(3) + unpack_share + rounding;
   return time;
 }
 
@@ -255,9 +316,9 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     const auto add = [&](std::int64_t task_rows, std::int64_t task_columns, double count, bool weights_again) {
       if (task_rows == 0 || task_columns == 0 || count == 0) return;
       TaskShape shape{task_rows, task_columns, MemoryLevel::kMemory, MemoryLevel::kL3, MemoryLevel::kL3};
-      if (weights_again && group_weights <= l3) shape.weights_from = MemoryLevel::kL3;
+      if (problem.cached || (weights_again && group_weights <= l3)) shape.weights_from = MemoryLevel::kL3;
       if (packed_bytes > l3) shape.activations_from = MemoryLevel::kMemory;
-      if (result_bytes > l3 || problem.output_bytes == 2) shape.result_to = MemoryLevel::kMemory;
+      if (result_bytes > l3 || (problem.output_bytes == 2 && problem.form == GemmForm::kUnpack)) shape.result_to = MemoryLevel::kMemory;
       const double flops = 2.0 * Product(task_rows, task_columns, static_cast<double>(problem.k));
       const TaskTime time = TimeOf(counter.Count(shape), flops, problem, machine);
       for (std::size_t i = 0; i < kGemmParts; ++i) estimate.parts[i] += count * time.parts[i] / threads;
@@ -288,8 +349,8 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   PartOf(estimate.parts, GemmPart::kScheduling) = span - even;
   double packing = 0;
   if (!problem.packed) {
-    const double bytes = all_rows * static_cast<double>(problem.k) * static_cast<double>(problem.input_bytes + 2);
-    packing = std::max(packed_bytes / (machine.kernel.pack_gbps * threads), bytes / machine.gbps[2]) * 1e-6;
+    const double bytes = all_rows * static_cast<double>(problem.k) * static_cast<double>(problem.input_bytes + 4);  // what is written is read before
+    packing = (packed_bytes / (machine.kernel.pack_gbps * threads) + bytes / machine.gbps[2]) * 1e-6;
   }
   PartOf(estimate.parts, GemmPart::kPacking) += packing;
   const double jobs = problem.packed ? 1.0 : 2.0;

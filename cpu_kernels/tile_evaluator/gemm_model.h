@@ -23,7 +23,7 @@
 namespace moesaic {
 
 /// Changes whenever the same figures may give another answer: part of every cached answer's key.
-inline constexpr int kGemmModelVersion = 2;
+inline constexpr int kGemmModelVersion = 3;
 
 /// Which function of KernelTier computes it.
 enum class GemmForm { kDirect, kUnpack, kGradient };
@@ -43,6 +43,7 @@ struct GemmProblem {
   double weight_bytes = 2;        ///< of a value of W
   GemmForm form = GemmForm::kDirect;
   bool packed = false;  ///< X lies in tiles already: nothing is packed
+  bool cached = false;  ///< W lies in the last-level cache, from its use before
 };
 
 /// The outermost loop over the calls of a task.

@@ -20,6 +20,9 @@ struct KernelFigures {
   double call_ns = 0;            ///< begin and end of a call
   double unpack_tile_ns = 0;     ///< a stored tile becomes part of right factors (unpack form)
   bool unpack_overlaps = false;  ///< beside the products instead of before them
+  /// How well the kernels compute while the caches and the memory bring what they need: times of both combine as
+  /// (sum of t^overlap)^(1/overlap). 1: one after the other; 3: nearly at the same time.
+  double overlap = 3;
   double pack_gbps = 0;          ///< rows become tiles, bytes of bf16 written by one thread
   double direct_gbps = 0;        ///< rate at which the direct form takes weights from memory, all threads together
   double unpack_gbps = 0;        ///< the same, unpack form

@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <numeric>
 #include <random>
 #include <span>
+#include <utility>
+#include <vector>
 
 #include "cpu_kernels/aligned_buffer.h"
 #include "profiling/bench/probes.h"
@@ -23,27 +26,39 @@ ReadBlock WidestReadBlock() {
   return ReadBlockSse2;
 }
 
-/// Nanoseconds of a call of `body`, the least of several groups of calls, each long enough for the clock.
-template <typename Body>
-double LeastNs(Body&& body) {
-  constexpr int kGroups = 40;
+/// Nanoseconds of a call of each body: of many groups of calls, each long enough for the clock, the first fiftieth of the order
+/// by time, which is neither luck nor what others do to the core. The bodies take turns, so that all of them see the same moments,
+/// and what is a difference of two stays one.
+std::vector<double> UndisturbedNs(std::span<const std::function<void()>> bodies, int groups) {
   constexpr double kGroupSeconds = 1e-4;
-  std::int64_t calls = 1;
-  double least = 0;
-  for (int group = 0; group < kGroups;) {
-    const Clock::time_point start = Clock::now();
-    for (std::int64_t i = 0; i < calls; ++i) body();
-    const double seconds = SecondsSince(start);
-    if (seconds < kGroupSeconds / 2) {
-      calls *= 2;
-      continue;
+  std::vector<std::int64_t> calls(bodies.size(), 1);
+  std::vector<std::vector<double>> times(bodies.size());
+  for (int group = 0; group < groups; ++group) {
+    for (std::size_t i = 0; i < bodies.size(); ++i) {
+      for (;;) {
+        const Clock::time_point start = Clock::now();
+        for (std::int64_t call = 0; call < calls[i]; ++call) bodies[i]();
+        const double seconds = SecondsSince(start);
+        if (seconds < kGroupSeconds / 2 && group == 0) {
+          calls[i] *= 2;
+          continue;
+        }
+        times[i].push_back(seconds * 1e9 / static_cast<double>(calls[i]));
+        break;
+      }
     }
-    const double ns = seconds * 1e9 / static_cast<double>(calls);
-    least = group == 0 ? ns : std::min(least, ns);
-    ++group;
   }
-  return least;
+  std::vector<double> found;
+  for (std::vector<double>& of_body : times) {
+    const auto early = of_body.begin() + groups / 50;
+    std::nth_element(of_body.begin(), early, of_body.end());
+    found.push_back(*early);
+  }
+  return found;
 }
+
+/// Steps of a cell whose operands, and what it makes of them, fit an L1 cache of 48 KB.
+constexpr std::int64_t kCellSteps = 6;
 
 BFloat16* Tiles(AlignedBuffer& buffer, const TileMatrix& matrix) {
   buffer = AlignedBuffer(matrix.size() * static_cast<std::int64_t>(sizeof(BFloat16)));
@@ -122,16 +137,6 @@ class Call {
   std::int64_t ldc_ = 0;
 };
 
-double DirectNs(const KernelTier& tier, std::int64_t left_panels, std::int64_t right_panels, std::int64_t steps) {
-  Call call(tier, right_panels * kPanelRows, left_panels * kPanelRows, steps * kTileColumns, true);
-  return LeastNs([&] { call.Run(); });
-}
-
-double UnpackNs(const KernelTier& tier, std::int64_t row_panels, std::int64_t steps, std::int64_t columns) {
-  Call call(tier, row_panels * kPanelRows, steps * kTileColumns, columns * kTileColumns, false);
-  return LeastNs([&] { call.Run(); });
-}
-
 }  // namespace
 
 double MeasureBlockRead(threadpool::Pool* pool, std::int64_t bytes, double seconds) {
@@ -207,32 +212,31 @@ KernelFigures MeasureKernels(const KernelTier& tier) {
   figures.left_panels = tier.left_panels;
   figures.right_panels = tier.right_panels;
   figures.unpack_overlaps = tier.unpack_overlaps;
-  // Eight steps: the widest cell's operands are 32 KB. Two lengths tell steps from what a call costs besides.
-  constexpr std::int64_t kLong = 8, kShort = 2;
-  double fixed = 0;
-  for (std::int64_t a = 1; a <= tier.left_panels; ++a) {
-    for (std::int64_t b = 1; b <= tier.right_panels; ++b) {
-      const double with_long = DirectNs(tier, a, b, kLong), with_short = DirectNs(tier, a, b, kShort);
-      const double step = std::max(with_long - with_short, 0.1) / (kLong - kShort);
-      figures.step_ns[static_cast<std::size_t>(a - 1)][static_cast<std::size_t>(b - 1)] = step;
-      fixed = std::max(0.0, with_short - kShort * step);
+  // Two lengths tell steps from what a call costs besides.
+  constexpr std::int64_t kLong = kCellSteps, kShort = 2;
+  std::vector<std::function<void()>> bodies;
+  const auto time = [&](std::function<void()> body) {
+    bodies.push_back(std::move(body));
+    return bodies.size() - 1;
+  };
+  const auto call = [&](std::int64_t rows, std::int64_t weight_rows, std::int64_t weight_columns, bool direct) {
+    return time([call = std::make_shared<Call>(tier, rows, weight_rows, weight_columns, direct)] { call->Run(); });
+  };
+  const auto direct = [&](std::int64_t left_panels, std::int64_t right_panels, std::int64_t steps) {
+    return call(right_panels * kPanelRows, left_panels * kPanelRows, steps * kTileColumns, true);
+  };
+  const auto unpack = [&](std::int64_t columns) { return call(kPanelRows, kLong * kTileColumns, columns * kTileColumns, false); };
+  std::size_t with_long[2][3] = {}, with_short[2][3] = {};
+  for (std::int64_t a = 0; a < tier.left_panels; ++a) {
+    for (std::int64_t b = 0; b < tier.right_panels; ++b) {
+      with_long[a][b] = direct(a + 1, b + 1, kLong);
+      with_short[a][b] = direct(a + 1, b + 1, kShort);
     }
   }
-  // A cell is not slower than the narrower ones that it replaces; where it seems so, something else ran meanwhile.
-  for (auto& row : figures.step_ns) {
-    row[1] = std::min(row[1], 2 * row[0]);
-    row[2] = std::min(row[2], row[0] + row[1]);
-  }
-  const auto widest = [&](std::int64_t cells) { return DirectNs(tier, cells * tier.left_panels, tier.right_panels, kShort); };
-  const double step =
-      figures.step_ns[static_cast<std::size_t>(tier.left_panels - 1)][static_cast<std::size_t>(tier.right_panels - 1)];
-  figures.cell_ns = std::max(0.0, (widest(5) - widest(1)) / 4 - kShort * step);
-  figures.call_ns = std::max(0.0, fixed - figures.cell_ns);
-  // A tile column more: its tiles, and a cell.
+  constexpr std::int64_t kCells = 5;
+  const std::size_t some_cells = direct(kCells * tier.left_panels, tier.right_panels, kShort);
   constexpr std::int64_t kColumns = 4;
-  const double column = (UnpackNs(tier, 1, kLong, 1 + kColumns) - UnpackNs(tier, 1, kLong, 1)) / kColumns;
-  const double products = kLong * figures.step_ns[0][1] + figures.cell_ns;
-  figures.unpack_tile_ns = std::max(0.1, tier.unpack_overlaps ? column : column - products) / (2 * kLong);
+  const std::size_t one_column = unpack(1), more_columns = unpack(1 + kColumns);
   // 64 rows of 2,048 numbers become pairs.
   constexpr std::int64_t kRows = 64, kNumbers = 2048;
   AlignedBuffer source(kRows * kNumbers * 2), target;
@@ -248,33 +252,79 @@ KernelFigures MeasureKernels(const KernelTier& tier) {
   pack.pairs.data = Tiles(target, pack.pairs);
   pack.panels = kRows / kPanelRows;
   pack.tile_columns = kNumbers / kTileColumns;
-  figures.pack_gbps = static_cast<double>(source.bytes()) / LeastNs([&] { tier.pack_rows(pack); });
+  const std::size_t packing = time([&] { tier.pack_rows(pack); });
+
+  const std::vector<double> ns = UndisturbedNs(bodies, 50);
+  double fixed = 0;
+  for (std::int64_t a = 0; a < tier.left_panels; ++a) {
+    for (std::int64_t b = 0; b < tier.right_panels; ++b) {
+      const double step = std::max(ns[with_long[a][b]] - ns[with_short[a][b]], 0.1) / (kLong - kShort);
+      figures.step_ns[static_cast<std::size_t>(a)][static_cast<std::size_t>(b)] = step;
+      fixed = std::max(0.0, ns[with_short[a][b]] - kShort * step);
+    }
+  }
+  // A cell is not slower than the narrower ones that it replaces; where it seems so, something else ran meanwhile.
+  for (auto& row : figures.step_ns) {
+    row[1] = std::min(row[1], 2 * row[0]);
+    row[2] = std::min(row[2], row[0] + row[1]);
+  }
+  const std::int64_t a = tier.left_panels - 1, b = tier.right_panels - 1;
+  const double step = figures.step_ns[static_cast<std::size_t>(a)][static_cast<std::size_t>(b)];
+  figures.cell_ns = std::max(0.0, (ns[some_cells] - ns[with_short[a][b]]) / (kCells - 1) - kShort * step);
+  figures.call_ns = std::max(0.0, fixed - figures.cell_ns);
+  // A tile column more: its tiles, and a cell.
+  const double column = (ns[more_columns] - ns[one_column]) / kColumns;
+  const double products = kLong * figures.step_ns[0][1] + figures.cell_ns;
+  figures.unpack_tile_ns = std::max(0.1, tier.unpack_overlaps ? column : column - products) / (2 * kLong);
+  figures.pack_gbps = static_cast<double>(source.bytes()) / ns[packing];
   return figures;
 }
 
-double MeasureStream(const KernelTier& tier, bool direct, threadpool::Pool* pool, std::int64_t bytes) {
+double MeasureCell(const KernelTier& tier) {
+  Call call(tier, tier.right_panels * kPanelRows, tier.left_panels * kPanelRows, kCellSteps * kTileColumns, true);
+  const std::function<void()> body = [&] { call.Run(); };
+  return UndisturbedNs({&body, 1}, 2)[0];
+}
+
+double MeasureStream(const KernelTier& tier, bool direct, std::int64_t rows, threadpool::Pool* pool, std::int64_t bytes,
+                     double undisturbed_ns) {
   constexpr std::int64_t kWidth = 2048;
+  constexpr int kWanted = 6, kMost = 60;
   const std::int64_t workers = pool == nullptr ? 1 : pool->num_threads();
-  const std::int64_t rows = std::max<std::int64_t>(bytes / workers / (2 * kWidth) / 128, 1) * 128;
   // Matrices of 2,048 x 2,048 one after the other, as experts are.
-  const std::int64_t matrices = CeilDiv(rows, kWidth);
+  const std::int64_t matrices = std::max<std::int64_t>(CeilDiv(bytes, workers * 2 * kWidth * kWidth), 1);
   std::vector<std::vector<std::unique_ptr<Call>>> calls(static_cast<std::size_t>(workers));
   OnAllWorkers(pool, [&](int worker) {
     for (std::int64_t i = 0; i < matrices; ++i) {
-      calls[static_cast<std::size_t>(worker)].push_back(std::make_unique<Call>(tier, kPanelRows, kWidth, kWidth, direct));
+      calls[static_cast<std::size_t>(worker)].push_back(std::make_unique<Call>(tier, rows, kWidth, kWidth, direct));
     }
   });
   struct alignas(64) Next {
     std::size_t at = 0;
   };
   std::vector<Next> next(static_cast<std::size_t>(workers));
-  return 1e-9 * MeasureRate(pool, 0.15, [&](int worker) {
-           const auto w = static_cast<std::size_t>(worker);
-           Call& call = *calls[w][next[w].at];
-           next[w].at = (next[w].at + 1) % calls[w].size();
-           call.RunStreaming();
-           return static_cast<double>(call.weight_bytes());
-         });
+  std::vector<double> all, undisturbed;
+  bool before = MeasureCell(tier) <= undisturbed_ns;
+  while (static_cast<int>(undisturbed.size()) < kWanted && static_cast<int>(all.size()) < kMost) {
+    const double rate = 1e-9 * MeasureRate(pool, 0.015, [&](int worker) {
+                          const auto w = static_cast<std::size_t>(worker);
+                          Call& call = *calls[w][next[w].at];
+                          next[w].at = (next[w].at + 1) % calls[w].size();
+                          call.RunStreaming();
+                          return static_cast<double>(call.weight_bytes());
+                        });
+    const bool after = MeasureCell(tier) <= undisturbed_ns;
+    all.push_back(rate);
+    if (before && after) undisturbed.push_back(rate);
+    before = after;
+  }
+  if (undisturbed.empty()) {
+    std::nth_element(all.begin(), all.end() - 3, all.end());
+    return *(all.end() - 3);
+  }
+  const auto middle = undisturbed.begin() + static_cast<std::ptrdiff_t>(undisturbed.size() / 2);
+  std::nth_element(undisturbed.begin(), middle, undisturbed.end());
+  return *middle;
 }
 
 }  // namespace moesaic::bench

@@ -32,9 +32,15 @@ PoolFigures MeasurePool(threadpool::Pool& pool);
 /// The tier must run here.
 KernelFigures MeasureKernels(const KernelTier& tier);
 
-/// Seconds that every worker takes for a pass of `form` (direct or unpack) with 16 rows over its own weights, which come from
-/// memory: the bytes of weights a second, GB/s, all workers together.
+/// Nanoseconds of one call of the widest cell with six steps, on the calling thread, in some 0.2 ms: beside
+/// call_ns + cell_ns + 6 step_ns it tells whether others use the core just now.
+double MeasureCell(const KernelTier& tier);
+
+/// Passes of a form (direct or unpack) with `rows` rows over matrices of 2,048 x 2,048 that come from memory, each worker over
+/// its own: the bytes of weights a second, GB/s, all workers together. The median of some times before and after which
+/// MeasureCell took at most `undisturbed_ns`; where there are none, the third best of all.
 /// @param bytes  of weights, all workers together; more than the caches hold
-double MeasureStream(const KernelTier& tier, bool direct, threadpool::Pool* pool, std::int64_t bytes);
+double MeasureStream(const KernelTier& tier, bool direct, std::int64_t rows, threadpool::Pool* pool, std::int64_t bytes,
+                     double undisturbed_ns);
 
 }  // namespace moesaic::bench

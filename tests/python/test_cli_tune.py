@@ -9,7 +9,7 @@ import pytest
 import moesaic
 from moesaic import _core, cli, perf
 from moesaic.commands import tune_check
-from moesaic.perf import Machine
+from moesaic.perf import Machine, timing
 from test_perf_evaluator import DEEPSEEK_V3
 
 
@@ -141,8 +141,8 @@ def test_an_unknown_architecture_names_the_field(capsys, tmp_path):
 
 def test_the_check_runs_all_candidates(capsys, here, monkeypatch):
     monkeypatch.setattr(tune_check, "held_out_shapes", lambda: [perf.GemmShape(m=3, k=64, n=128, output="fp32")])
-    monkeypatch.setattr(tune_check, "_FINAL_MS", 1.0)
-    monkeypatch.setattr(tune_check, "_SCAN_MS", 1.0)
+    disturbed = False
+    monkeypatch.setattr(perf.machine.Kernels, "undisturbed", lambda self, isa: not disturbed)
     cli.main(["tune", "--check", "--json"])  # its bars say nothing about one tiny shape
     document = json.loads(capsys.readouterr().out)
     (row,) = document["shapes"]
@@ -151,6 +151,11 @@ def test_the_check_runs_all_candidates(capsys, here, monkeypatch):
         "analytic within 5%", "analytic within 15%", "measured within 3%"
     }  # fmt: skip
     assert document["ok"] == all(bar["share"] >= bar["expected"] for bar in document["bars"])
+    disturbed = True
+    monkeypatch.setattr(tune_check, "_SECONDS", 0.05)
+    monkeypatch.setattr(timing, "_MOST_SECONDS", 0.05)
+    nothing = tune(capsys, "--check", code=1)
+    assert nothing["shapes"] == [] and len(nothing["left_out"]) == 1
 
 
 def test_held_out_shapes():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import moesaic
 from moesaic import _core, perf
-from moesaic.perf import GemmEvaluator, GemmShape, Machine, measure
+from moesaic.perf import GemmEvaluator, GemmShape, Machine, measure, timing
 from moesaic.perf.timing import ShapeTimer
 
 DEEPSEEK_V3 = {
@@ -137,13 +137,23 @@ def test_this_host_is_measured_once(tmp_path, monkeypatch, here):
 
 def test_measured_figures_make_sense(monkeypatch):
     monkeypatch.setattr(measure, "_far", lambda l3: 16 << 20)  # quick; whether that is far does not matter here
+    monkeypatch.setattr(measure, "_KERNEL_RUNS", 1)
+    monkeypatch.setattr(measure, "_TIMES", 4)
+    monkeypatch.setattr(perf.machine.Kernels, "undisturbed_ns", 1e9)  # never mind who uses the host
     moesaic.set_num_threads(1)
     machine = Machine.measure()
     assert machine.source == "measured" and machine.isa == moesaic.isa() and machine.threads == 1
     assert machine.l1_ns <= machine.l2_ns <= machine.l3_ns <= machine.dram_ns
     assert machine.l1_gbps[1] >= machine.l2_gbps[1] >= machine.l3_gbps[1] >= machine.dram_gbps[1] > 0
     kernels = machine.kernels[machine.isa]
-    assert kernels.direct_gbps[1] <= machine.dram_gbps[1]
+    assert kernels.direct_gbps[1] <= machine.dram_gbps[1] and 1 <= kernels.overlap <= 3
+    # The supply is what makes the model say what was measured.
+    isa = machine.isa
+    told = measure._stream_gbps(machine, isa, 1, "direct", 16)
+    slower = measure._supply(machine, isa, 1, "direct", 0.8 * told)
+    assert slower < kernels.direct_gbps[1]
+    slow = measure._replaced(machine, isa, direct_gbps={1: slower})
+    assert measure._stream_gbps(slow, isa, 1, "direct", 16) == pytest.approx(0.8 * told, rel=1e-3)
     assert Machine.from_json(machine.to_json()) == machine
 
 
@@ -168,6 +178,8 @@ def test_shapes_of_deepseek_v3():
         ("lm_head", 1, 1, 7168, 129280),
     } <= sizes
     assert [GemmShape.from_key(s.key) for s in shapes] == shapes
+    cached = dataclasses.replace(shapes[0], cached=True)
+    assert GemmShape.from_key(cached.key) == cached != shapes[0]
 
 
 def test_tensor_parallel_and_training_shapes():
@@ -316,6 +328,21 @@ def test_more_bandwidth_and_faster_units_never_cost_time(machine):
         assert all(a <= b * (1 + 1e-9) for a, b in zip(times, base, strict=True))
 
 
+def test_what_overlaps_less_takes_longer(machine):
+    kernels = machine.kernels[machine.isa]
+    shapes = [GemmShape(m=m, k=2048, n=1024, output=out) for m in (1, 40, 700) for out in ("fp32", "bf16")]
+
+    def times(overlap, **changes):
+        kernel = dataclasses.replace(kernels, overlap=overlap)
+        evaluator = GemmEvaluator(dataclasses.replace(machine, kernels={machine.isa: kernel}), cache=False)
+        return [e.milliseconds for e in evaluator.evaluate_many([dataclasses.replace(s, **changes) for s in shapes])]
+
+    for better, worse in ((3.0, 1.5), (1.5, 1.0)):
+        assert all(a <= b * (1 + 1e-9) for a, b in zip(times(better), times(worse), strict=True))
+    # Weights that the last-level cache holds come no slower than from memory.
+    assert all(a <= b * (1 + 1e-9) for a, b in zip(times(1.0, cached=True), times(1.0), strict=True))
+
+
 def test_skewed_rows_cost_more_than_even_ones(machine):
     evaluator = GemmEvaluator(machine, cache=False)
     sizes = {"k": 2048, "n": 1536}
@@ -420,7 +447,8 @@ def test_a_run_of_1680_look_ups_hits(tmp_path):
 # ---- really run ----
 
 
-def test_measured_mode_runs_the_best_few(here, tmp_path):
+def test_measured_mode_runs_the_best_few(here, tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "_MOST_SECONDS", 0.1)
     moesaic.set_num_threads(2)
     evaluator = GemmEvaluator(here, cache=perf.Cache(tmp_path), mode="measured")
     shape = GemmShape(m=40, k=300, n=256, output="fp32")

@@ -173,6 +173,9 @@ def test_check_compares_what_it_runs(
     shapes = [perf.GemmShape(m=3, k=256, n=128, output="fp32"), perf.GemmShape(groups=2, m=20, k=128, n=96)]
     monkeypatch.setattr(check, "gemm_shapes", lambda: shapes)
     monkeypatch.setattr(check, "layer_cases", lambda *, full: small)
+    disturbed = False
+    monkeypatch.setattr(perf.machine.Kernels, "undisturbed", lambda self, isa: not disturbed)
+    monkeypatch.setattr(check, "_MOST_GEMM_SECONDS", 0.2)
     code = main(["predict", "--check", "--json", "--reps", "2", "--only", "gemm", "--only", "layer"])
     document = json.loads(capsys.readouterr().out)
     groups = [row["group"] for row in document["summary"]]
@@ -181,6 +184,11 @@ def test_check_compares_what_it_runs(
     for pair in document["pairs"]:
         assert pair["measured_ms"] > 0 and pair["predicted_ms"] > 0 and pair["spread"] >= 1
         assert pair["error"] == pytest.approx(pair["predicted_ms"] / pair["measured_ms"] - 1)
+    # What others disturb says nothing, and a check that could run nothing does not hold.
+    disturbed = True
+    assert main(["predict", "--check", "--json", "--reps", "2", "--only", "gemm"]) == 1
+    nothing = json.loads(capsys.readouterr().out)
+    assert nothing["pairs"] == [] and nothing["left_out"]["gemm"].startswith("2 of 2 shapes")
     # The rates are kept, and used by the next prediction for this machine.
     assert document["rates"] is not None
     kept = perf.LayerRates.of(machine, 2)

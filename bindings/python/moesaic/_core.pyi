@@ -320,8 +320,9 @@ class MachineProbe:
     def memory(self, bytes: int, seconds: float) -> float:
         """GB/s of streaming through so many bytes."""
 
-    def stream(self, isa: str, direct: bool, bytes: int) -> float:
-        """GB/s of weights that a GEMM form with 16 rows takes from memory."""
+    def stream(self, isa: str, direct: bool, rows: int, bytes: int, undisturbed_ns: float) -> float:
+        """GB/s of weights that a GEMM form with so many rows takes from memory: matrices of 2,048 x 2,048. While
+        `measure_cell` takes at most `undisturbed_ns`, if it ever does."""
 
     def dispatch(self) -> tuple[float, float]:
         """Microseconds: a parallel loop of one task a thread, and each further task of a thread."""
@@ -338,10 +339,12 @@ class KernelRow(TypedDict):
 
 def measure_latency(bytes: int, seconds: float) -> float: ...
 def measure_kernels(isa: str) -> KernelRow: ...
+def measure_cell(isa: str) -> float:
+    """Nanoseconds of a call of the widest cell with six steps, on the calling thread."""
 
 gemm_parts: tuple[str, ...]
 gemm_model_version: int
-_Problem = tuple[Sequence[int], int, int, int, int, float, str, bool]
+_Problem = tuple[Sequence[int], int, int, int, int, float, str, bool, bool]
 _Configuration = tuple[int, int, int, int, int, str]
 _Answer = tuple[_Configuration, float, list[float], int, int]
 

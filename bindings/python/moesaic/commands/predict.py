@@ -253,7 +253,7 @@ def _check(args: argparse.Namespace) -> int:
         print_json(document)
     else:
         _show_check(document)
-    return 0 if all(row["holds"] for row in document["summary"]) else 1
+    return 0 if document["summary"] and all(row["holds"] for row in document["summary"]) else 1
 
 
 def _show_check(document: dict[str, Any]) -> None:

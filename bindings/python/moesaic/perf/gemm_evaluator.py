@@ -242,7 +242,8 @@ class GemmEvaluator:
         for shape in shapes:
             ranked = self.rank(shape, FINALISTS)
             self.candidates += ranked[0].candidates
-            answer, milliseconds = best_of(ShapeTimer(self.isa, shape, self.machine.l3_bytes), ranked)
+            timer = ShapeTimer(self.isa, shape, self.machine.l3_bytes)
+            answer, milliseconds = best_of(timer, self.machine.kernels[self.isa], ranked)
             scale = milliseconds / answer.milliseconds
             parts = {name: value * scale for name, value in answer.parts.items()}
             best[shape] = dataclasses.replace(answer, milliseconds=milliseconds, parts=parts, source="measured")
@@ -267,6 +268,7 @@ def problem_of(shape: GemmShape, form: str) -> tuple[Any, ...]:
         WEIGHTS[shape.weights],
         form,
         shape.packed,
+        shape.cached,
     )
 
 

@@ -35,12 +35,25 @@ class Kernels:
     call_ns: float
     unpack_tile_ns: float
     unpack_overlaps: bool
+    overlap: float
+    """Exponent with which times of arithmetic and of each level of memory combine: 1 one after the other."""
     pack_gbps: float
     compute_gflops: ByThreads
     """Multiply-adds on registers."""
     direct_gbps: ByThreads
     """Rate at which the direct form takes weights from memory."""
     unpack_gbps: ByThreads
+
+    @property
+    def undisturbed_ns(self) -> float:
+        """What `_core.measure_cell` takes at most where nobody else uses the core."""
+        return 1.06 * (self.call_ns + self.cell_ns + 6 * self.step_ns[-1][-1])
+
+    def undisturbed(self, isa: str) -> bool:
+        """Whether others leave this core alone just now, in some 0.2 ms: whether a cell of the kernels takes no longer
+        than here. On a host that others use, a core whose sibling is busy is a third slower for a while, and what runs
+        meanwhile says nothing about a description of the host."""
+        return _core.measure_cell(isa) <= self.undisturbed_ns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,6 +254,7 @@ class Machine:
             "call_ns": kernels.call_ns * slower,
             "unpack_tile_ns": kernels.unpack_tile_ns * slower,
             "unpack_overlaps": kernels.unpack_overlaps,
+            "overlap": kernels.overlap,
             "pack_gbps": kernels.pack_gbps / slower,
             "direct_gbps": at_threads(kernels.direct_gbps, threads),
             "unpack_gbps": at_threads(kernels.unpack_gbps, threads),
@@ -342,6 +356,8 @@ def _kernels_of(document: Any, where: str) -> Kernels:
         if field.name != "step_ns":
             values[field.name] = _read(document, field.name, str(field.type), where)
     rows = _take(document, "step_ns", where)
+    if values["overlap"] < 1:
+        raise ValueError(f"{where}: overlap is {values['overlap']}, expected 1 or more")
     left, right = values["left_panels"], values["right_panels"]
     if left > 2 or not 2 <= right <= 3:
         raise ValueError(f"{where}: left_panels, right_panels are {left}, {right}, expected 1 or 2, and 2 or 3")

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import platform
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from moesaic import _core
-from moesaic.perf.machine import Kernels, Machine
+from moesaic.perf.machine import Kernels, Machine, at_threads
 
-_SECONDS = 0.04
+_SECONDS = 0.01
 """Of one rate."""
+_TIMES = 24
+"""That each rate is measured at most, for others use caches, memory and siblings of cores in between."""
+_KERNEL_RUNS, _PAUSE = 20, 0.1
+_OVERLAPS = (1.0, 1.25, 1.5, 2.0, 3.0)
+_STREAM_WIDTH = 2048
+"""Of the matrices of `MachineProbe.stream`."""
 
 
 def _counts(threads: int) -> list[int]:
@@ -35,62 +47,36 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
     probes = {row["isa"] for row in _core.compute_probes() if row["available"]}
     best = next(row["isa"] for row in _core.compute_probes() if row["available"])
 
+    tell("kernels")
+    kernels = _in_cache(tiers)
+
+    def undisturbed(rate: Callable[[], float]) -> float:
+        return _undisturbed(rate, isa, kernels[isa])
+
     tell("latencies")
     latency = [_core.measure_latency(size, 0.02) for size in (l1 // 2, l2 // 2, _l3_block(l2, shared, 1), _far(l3))]
     caches: list[dict[int, float]] = [{}, {}, {}, {}]
     job, task = {}, {}
-    rates: dict[str, list[dict[int, float]]] = {tier: [{}, {}, {}] for tier in tiers}
+    compute: dict[str, dict[int, float]] = {tier: {} for tier in tiers}
     for n in _counts(threads):
         tell(f"{n} thread{'s' if n > 1 else ''}")
         probe = _core.MachineProbe(n)
         for level, size in enumerate((l1 // 2, l2 // 2, _l3_block(l2, shared, n))):
-            caches[level][n] = probe.read(size, _SECONDS)
-        caches[3][n] = probe.memory(_far(l3), 2 * _SECONDS)
+            caches[level][n] = undisturbed(partial(probe.read, size, _SECONDS))
+        caches[3][n] = undisturbed(partial(probe.memory, _far(l3), 2 * _SECONDS))
         job[n], task[n] = probe.dispatch()
         for tier in tiers:
-            compute, direct, unpack = rates[tier]
-            compute[n] = probe.compute(tier if tier in probes else best, _SECONDS)
-            if tier == isa and n in (1, threads):
-                direct[n] = probe.stream(tier, True, _far(l3))
-                unpack[n] = probe.stream(tier, False, _far(l3))
+            own = tier if tier in probes else best
+            compute[tier][n] = undisturbed(partial(probe.compute, own, _SECONDS))
     # A level never gives more than the one before it: what a probe missed there, the kernels would not find either.
     for level in (1, 2, 3):
         for n in caches[level]:
             caches[level][n] = min(caches[level][n], caches[level - 1][n])
-    kernels = {}
     for tier in tiers:
-        tell(f"kernels, {tier}")
-        row = _core.measure_kernels(tier)
-        steps = tuple(tuple(r[: row["right_panels"]]) for r in row["step_ns"][: row["left_panels"]])
-        compute, direct, unpack = rates[tier]
-        for n in direct:
-            slower = max(1.0, n * compute[1] / compute[n])
-            products = steps[-1][0] / row["left_panels"] * slower
-            direct[n] = _supply(direct[n] / n, products, 0.0, caches[3][n] / n) * n
-            products = steps[0][1] / 2 * slower
-            unpack[n] = (
-                _supply(
-                    unpack[n] / n,
-                    max(products, row["unpack_tile_ns"] * slower) if row["unpack_overlaps"] else products,
-                    0.0 if row["unpack_overlaps"] else row["unpack_tile_ns"] * slower,
-                    caches[3][n] / n,
-                )
-                * n
-            )
-        kernels[tier] = Kernels(
-            left_panels=row["left_panels"],
-            right_panels=row["right_panels"],
-            step_ns=steps,
-            cell_ns=row["cell_ns"],
-            call_ns=row["call_ns"],
-            unpack_tile_ns=row["unpack_tile_ns"],
-            unpack_overlaps=row["unpack_overlaps"],
-            pack_gbps=row["pack_gbps"],
-            compute_gflops=compute,
-            direct_gbps=direct or caches[3],  # other tiers: as fast as memory
-            unpack_gbps=unpack or caches[3],
+        kernels[tier] = dataclasses.replace(
+            kernels[tier], compute_gflops=compute[tier], direct_gbps=caches[3], unpack_gbps=caches[3]
         )
-    return Machine(
+    machine = Machine(
         name=platform.node() or "here",
         source="measured",
         cpu=_core.cpu_name(),
@@ -115,17 +101,110 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
         task_us=task,
         kernels=kernels,
     )
+    tell("kernels, weights from memory")
+    for tier in tiers:
+        machine = _with_supply(machine, tier)
+    return machine
 
 
-def _supply(gbps: float, overlapped_ns: float, before_ns: float, most: float) -> float:
-    """The rate at which memory supplied the weights of a pass with 16 rows that ran at `gbps`, beside other work for
-    each tile of 1 KB: the model's way of overlapping, backwards. `most`: the bandwidth; where the other work hides it,
-    too."""
-    whole = 1024 / gbps - before_ns
-    rest = whole**3 - overlapped_ns**3
-    if whole <= 0 or rest < 0.1 * whole**3:
-        return most
-    return float(min(1024 / rest ** (1 / 3), most))
+def _in_cache(tiers: Sequence[str]) -> dict[str, Kernels]:
+    """The tiers' kernels with operands in cache, each from the one of several runs, some time apart, in which all of
+    it was fastest: a core whose sibling is busy is slower for seconds."""
+    runs: dict[str, list[Kernels]] = {tier: [] for tier in tiers}
+    for _ in range(_KERNEL_RUNS):
+        for tier, found in runs.items():
+            found.append(_kernels_of(tier))
+        time.sleep(_PAUSE)
+
+    def whole(kernels: Kernels) -> float:
+        return kernels.undisturbed_ns + 6 * sum(sum(row) for row in kernels.step_ns)
+
+    return {tier: min(found, key=whole) for tier, found in runs.items()}
+
+
+def _kernels_of(tier: str) -> Kernels:
+    """One run; the figures by threads are still to come."""
+    row = _core.measure_kernels(tier)
+    return Kernels(
+        left_panels=row["left_panels"],
+        right_panels=row["right_panels"],
+        step_ns=tuple(tuple(r[: row["right_panels"]]) for r in row["step_ns"][: row["left_panels"]]),
+        cell_ns=row["cell_ns"],
+        call_ns=row["call_ns"],
+        unpack_tile_ns=row["unpack_tile_ns"],
+        unpack_overlaps=row["unpack_overlaps"],
+        overlap=_OVERLAPS[-1],
+        pack_gbps=row["pack_gbps"],
+        compute_gflops={},
+        direct_gbps={},
+        unpack_gbps={},
+    )
+
+
+def _undisturbed(rate: Callable[[], float], isa: str, kernels: Kernels) -> float:
+    """The median of some rates before and after which nobody disturbed the host; without any, the third best of all."""
+    found: list[float] = []
+    undisturbed: list[float] = []
+    before = kernels.undisturbed(isa)
+    while len(found) < _TIMES and len(undisturbed) < _TIMES // 4:
+        found.append(rate())
+        after = kernels.undisturbed(isa)
+        undisturbed += found[-1:] if before and after else []
+        before = after
+    return statistics.median(undisturbed) if undisturbed else sorted(found)[-3]
+
+
+def _with_supply(machine: Machine, tier: str) -> Machine:
+    """The machine with what a tier's kernels do with weights from memory. It is what makes the model say what they
+    took: their rate with 16 rows, where memory decides; and how much of it products hide, from so many rows that both
+    take about as long."""
+    far, probe = _far(machine.l3_bytes), _core.MachineProbe(1)
+    product_ns = machine.kernels[tier].step_ns[-1][0] / machine.kernels[tier].left_panels
+    balanced = 16 * min(max(round(1024 / machine.dram_gbps[1] / product_ns), 2), 12)
+    most_ns = machine.kernels[tier].undisturbed_ns
+    measured = {rows: probe.stream(tier, True, rows, far, most_ns) for rows in (16, balanced)}
+
+    def error(overlap: float) -> float:
+        some = _replaced(machine, tier, overlap=overlap)
+        some = _replaced(some, tier, direct_gbps={1: _supply(some, tier, 1, "direct", measured[16])})
+        return sum(abs(math.log(_stream_gbps(some, tier, 1, "direct", rows) / gbps)) for rows, gbps in measured.items())
+
+    machine = _replaced(machine, tier, overlap=min(_OVERLAPS, key=error))
+    rates: dict[str, dict[int, float]] = {"direct": {}, "unpack": {}}
+    for n in sorted({1, machine.threads}):
+        probe = _core.MachineProbe(n)
+        for form, found in rates.items():
+            found[n] = _supply(machine, tier, n, form, probe.stream(tier, form == "direct", 16, far, most_ns))
+    return _replaced(machine, tier, direct_gbps=rates["direct"], unpack_gbps=rates["unpack"])
+
+
+def _replaced(machine: Machine, tier: str, **figures: Any) -> Machine:
+    """The machine with other figures of a tier's kernels."""
+    return dataclasses.replace(
+        machine, kernels={**machine.kernels, tier: dataclasses.replace(machine.kernels[tier], **figures)}
+    )
+
+
+def _supply(machine: Machine, tier: str, threads: int, form: str, measured: float) -> float:
+    """The rate of weights from memory with which the model says what `MachineProbe.stream` measured with 16 rows; where
+    products hide the memory altogether, its bandwidth."""
+    most = at_threads(machine.dram_gbps, threads)
+    low, high = most / 64, most
+    for _ in range(30):
+        middle = math.sqrt(low * high)
+        some = _replaced(machine, tier, **{f"{form}_gbps": {threads: middle}})
+        low, high = (middle, high) if _stream_gbps(some, tier, threads, form, 16) < measured else (low, middle)
+    return high
+
+
+def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, rows: int) -> float:
+    """What the model says of `MachineProbe.stream`."""
+    k = n = _STREAM_WIDTH
+    problem = ((rows,) * threads, k, n, 2, 4, 2.0, form, True, False)
+    configuration = (rows, n, rows, 32 if form == "direct" else n, k, "columns")
+    _, ms, parts, _, _ = _core.TileEvaluator(machine.figures(threads, tier)).estimate(problem, configuration)
+    others = sum(time for name, time in zip(_core.gemm_parts, parts, strict=True) if name in ("scheduling", "dispatch"))
+    return threads * 2.0 * k * n / (ms - others) * 1e-6
 
 
 def _l3_block(l2: int, l3: int, threads: int) -> int:

@@ -177,25 +177,13 @@ class Products:
 
     def _evaluated(self, form: str, rows: int, k: int, n: int, cached: bool) -> ProductMs:
         groups = _EACH_THREAD * self.threads
-        answer = self.evaluator.evaluate(shape_of(form, rows, k, n, groups))
-        parts = answer.parts
+        answer = self.evaluator.evaluate(shape_of(form, rows, k, n, groups, cached=cached))
+        parts, scale = answer.parts, self.threads / groups
         whole, stream = answer.milliseconds - parts["scheduling"] - parts["dispatch"], parts["dram"]
-        if cached and stream > 0:
-            # The evaluator takes weights from memory, and adds times that overlap as the cube root of their cubes.
-            apart = 0.0 if self.figures["unpack_overlaps"] else parts["packing"]
-            together = whole - apart
-            dram = together * (stream / together) ** (1 / 3)
-            faster = min(self.figures[f"{form}_gbps"] / self.figures["gbps"][2], 1.0)
-            other: float = max(together**3 - dram**3, 0.0)
-            sum_of_cubes = other + (dram * faster) ** 3
-            together = sum_of_cubes ** (1 / 3)
-            stream = together * (dram * faster) ** 3 / sum_of_cubes
-            whole = apart + together
-        scale = self.threads / groups
         return ProductMs((whole - stream) * scale, stream * scale)
 
 
-def shape_of(form: str, rows: int, k: int, n: int, groups: int) -> GemmShape:
+def shape_of(form: str, rows: int, k: int, n: int, groups: int, *, cached: bool = False) -> GemmShape:
     """The question for one product of the engine: activations lie in tiles already."""
     output = "fp32" if form == "direct" else "bf16"
-    return GemmShape(groups=groups, m=rows, k=k, n=n, output=output, form=form, packed=True)
+    return GemmShape(groups=groups, m=rows, k=k, n=n, output=output, form=form, packed=True, cached=cached)

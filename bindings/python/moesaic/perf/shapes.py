@@ -11,6 +11,8 @@ from moesaic.perf.model_config import TransformerConfig
 TYPES = {"bf16": 2, "fp32": 4}
 WEIGHTS = {"bf16": 2.0}
 FORMS = ("direct", "unpack", "gradient")
+_CACHED = "_l3"
+"""Behind the format of cached weights, in a key."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class GemmShape:
         form: the kernel: "direct" (result transposed), "unpack" (result row-major), "gradient" (both factors are
             activations, the contraction runs along their rows); None: whichever of the first two is faster.
         packed: X lies in tiles already, as between two products of an experts layer: packing costs nothing.
+        cached: W lies in the last-level cache, from its use before; else it comes from memory.
         name: what it is for; no part of the shape.
 
     Raises:
@@ -45,6 +48,7 @@ class GemmShape:
     rows: tuple[int, ...] | None = None
     form: str | None = None
     packed: bool = False
+    cached: bool = False
     name: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -94,12 +98,12 @@ class GemmShape:
     @property
     def key(self) -> str:
         """The shape as a part of a cache's key."""
-        rows = "even"
+        rows, weights = "even", self.weights + (_CACHED if self.cached else "")
         if self.rows is not None:
             counts = collections.Counter(self.rows)
             rows = "_".join(f"{r}x{counts[r]}" for r in sorted(counts, reverse=True))
         return (
-            f"g{self.groups}.m{self.m}.k{self.k}.n{self.n}.{self.input}.{self.output}.{self.weights}."
+            f"g{self.groups}.m{self.m}.k{self.k}.n{self.n}.{self.input}.{self.output}.{weights}."
             f"{self.form or 'any'}.{'tiles' if self.packed else 'rows'}.{rows}"
         )
 
@@ -122,10 +126,11 @@ class GemmShape:
                 n=int(n[1:]),
                 input=input_,
                 output=output,
-                weights=weights,
+                weights=weights.removesuffix(_CACHED),
                 rows=None if some is None else tuple(r for r, count in some for _ in range(count)),
                 form=None if form == "any" else form,
                 packed=packed == "tiles",
+                cached=weights.endswith(_CACHED),
             )
         except (ValueError, IndexError):
             raise ValueError(f"key is {key!r}, expected that of a GEMM shape") from None

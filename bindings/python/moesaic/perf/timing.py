@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import platform
 import statistics
+import time
 from collections.abc import Sequence
 
 from moesaic import _core
 from moesaic.perf.gemm_evaluator import Configuration, GemmEstimate, problem_of
-from moesaic.perf.machine import Machine
+from moesaic.perf.machine import Kernels, Machine
 from moesaic.perf.shapes import GemmShape
 
 FINALISTS = 6
 """Candidates that the measured mode runs."""
 _BUDGET_MS = 150.0
 """Of running the candidates of one shape in turn."""
+_MOST_SECONDS = 3.0
+"""Of the same, until nobody disturbs it."""
 _LEAST, _MOST = 3, 15
 """Times that each is run."""
 _MOST_WEIGHT_BYTES = 1 << 30
@@ -45,9 +48,29 @@ class ShapeTimer:
     """
 
     def __init__(self, isa: str, shape: GemmShape, l3_bytes: int) -> None:
-        self._isa, self._shape = isa, shape
+        self.isa, self._shape = isa, shape
         self._weight_bytes = min(l3_bytes + l3_bytes // 2, _MOST_WEIGHT_BYTES)
         self._forms: dict[str, _core.GroupedGemm] = {}
+
+    def undisturbed(
+        self, kernels: Kernels, configurations: Sequence[Configuration], count: int, seconds: float
+    ) -> list[list[float]]:
+        """Milliseconds of up to `count` runs of each configuration, in turn, before and after which the host was
+        undisturbed (`Kernels.undisturbed`); fewer, or none, where so many seconds are over first."""
+        times: list[list[float]] = [[] for _ in configurations]
+        self.measure(configurations, 1)  # first touch of results and scratch memory
+        until = time.perf_counter() + seconds
+        before = kernels.undisturbed(self.isa)
+        while time.perf_counter() < until and any(len(row) < count for row in times):
+            for row, configuration in zip(times, configurations, strict=True):
+                if len(row) >= count:
+                    continue
+                found = self.measure([configuration], 1)[0]
+                after = kernels.undisturbed(self.isa)
+                if before and after:
+                    row += found
+                before = after
+        return times
 
     def measure(self, configurations: Sequence[Configuration], count: int) -> list[list[float]]:
         """Milliseconds of `count` runs of each configuration, in turn. Those of one form take turns with each other."""
@@ -55,7 +78,7 @@ class ShapeTimer:
         for form in dict.fromkeys(c.form for c in configurations):
             if form not in self._forms:
                 problem = problem_of(self._shape, form)
-                self._forms[form] = _core.GroupedGemm(self._isa, problem, self._weight_bytes)
+                self._forms[form] = _core.GroupedGemm(self.isa, problem, self._weight_bytes)
         forms = {c.form for c in configurations}
         for _ in range(count if len(forms) > 1 else 1):
             for form in sorted(forms):
@@ -72,11 +95,14 @@ def repetitions(milliseconds: float, candidates: int, budget_ms: float = _BUDGET
     return max(_LEAST, min(_MOST, int(budget_ms / max(milliseconds * candidates, 1e-3))))
 
 
-def best_of(timer: ShapeTimer, ranked: Sequence[GemmEstimate]) -> tuple[GemmEstimate, float]:
-    """The candidate that runs fastest, and its median in milliseconds."""
+def best_of(timer: ShapeTimer, kernels: Kernels, ranked: Sequence[GemmEstimate]) -> tuple[GemmEstimate, float]:
+    """The candidate that runs fastest, and its median in milliseconds: while nobody disturbs the host, if that happens
+    in some seconds."""
     count = repetitions(ranked[0].milliseconds, len(ranked))
     configurations = [answer.configuration for answer in ranked]
-    timer.measure(configurations[:1], 1)  # first touch of results and scratch memory
-    medians = [statistics.median(row) for row in timer.measure(configurations, count)]
+    runs = timer.undisturbed(kernels, configurations, count, _MOST_SECONDS)
+    if not all(runs):
+        runs = timer.measure(configurations, count)
+    medians = [statistics.median(row) for row in runs]
     at = medians.index(min(medians))
     return ranked[at], medians[at]
