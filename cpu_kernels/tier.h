@@ -2,6 +2,8 @@
 // set; everything below it lies in an unnamed namespace, so that no code above the baseline is shared with other files.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu_kernels/elementwise/merge_rows.h"
 #include "cpu_kernels/elementwise/pack_columns.h"
 #include "cpu_kernels/elementwise/pack_rows.h"
@@ -20,7 +22,7 @@ namespace {
 
 template <class Cell>
 void Direct(const DirectGemmArgs& args) {
-  if constexpr (Cell::kMostFewRows > 0) {
+  if constexpr (!std::is_void_v<typename Cell::Product>) {
     if (args.few_rows > 0) return FewRowsDirect<typename Cell::Product>(args);
   }
   DirectGemm<Cell>(args);
@@ -28,7 +30,7 @@ void Direct(const DirectGemmArgs& args) {
 
 template <class Cell>
 void Unpack(const UnpackGemmArgs& args) {
-  if constexpr (Cell::kMostFewRows > 0) {
+  if constexpr (!std::is_void_v<typename Cell::Product>) {
     if (args.few_rows > 0) return FewRowsUnpack<typename Cell::Product>(args);
   }
   UnpackGemm<Cell>(args);
@@ -39,7 +41,7 @@ constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
   return {name,
           Cell::kMaxA,
           Cell::kMaxB,
-          Cell::kMostFewRows,
+          std::is_void_v<typename Cell::Product> ? 0 : kMostFewRows,
           Cell::kVectorsIdle,
           runs_here,
           Direct<Cell>,

@@ -20,7 +20,7 @@ struct AmxCell {
   static constexpr int kMaxB = 2;
   /// The tile unit computes on its own: vector instructions beside it are free.
   static constexpr bool kVectorsIdle = true;
-  static constexpr int kMostFewRows = 0;
+  using Product = void;
   using Scope = typename Tiles::Scope;
 
   // Registers: C in 0..3, left factors in 4 and 5, right factors in 6 and 7.

@@ -21,7 +21,6 @@ struct Avx512Bf16Cell {
   static constexpr int kMaxA = 1;
   static constexpr int kMaxB = 3;
   static constexpr bool kVectorsIdle = false;
-  static constexpr int kMostFewRows = ::kMostFewRows;
   using Product = Avx512Bf16Product;
   struct Scope {};
 

@@ -18,7 +18,7 @@ struct OneDnnCell {
   static constexpr int kMaxA = 2;
   static constexpr int kMaxB = 2;
   static constexpr bool kVectorsIdle = false;
-  static constexpr int kMostFewRows = 0;
+  using Product = void;
   using Scope = OneDnnOnThisThread;
 
   template <int NA, int NB, class Aside>

@@ -6,7 +6,7 @@
 //   template <int NA, int NB, class Aside>
 //   static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside);
 //   static constexpr bool kVectorsIdle;
-//   static constexpr int kMostFewRows;  // where not 0: kMostFewRows of few_rows.h, and its Product
+//   using Product = ...;  // for few_rows.h; void where the cell serves few rows as well
 //
 // with C[16 a + i][16 b + j] (+)= sum over runs, tiles, pairs p: left_a[i][p] . right_b[p][j]. Once for each tile of the
 // contraction it calls aside.Step(), which does a little of something else meanwhile: prefetch what comes next or, where the

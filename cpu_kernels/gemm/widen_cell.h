@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cpu_kernels/gemm/few_rows.h"
 #include "cpu_kernels/gemm/tile_gemm.h"
@@ -49,8 +50,7 @@ struct WidenCell {
   static constexpr int kMaxA = 1;
   static constexpr int kMaxB = 3;
   static constexpr bool kVectorsIdle = false;
-  static constexpr int kMostFewRows = kLanes == 16 ? ::kMostFewRows : 0;
-  using Product = WidenProduct;
+  using Product = std::conditional_t<kLanes == 16, WidenProduct, void>;
   struct Scope {};
 
   template <int NA, int NB, class Aside>
