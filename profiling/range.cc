@@ -282,36 +282,45 @@ void Add(GroupSlot& slot, std::int64_t thread_ns, const Work& work) {
   Add(slot.bytes, work.bytes);
 }
 
-// Takes the memory that counting a range needs: before it runs, where an exception may leave.
-void Prepare(RangeId id) {
-  ThreadSlots* own = OwnSlots();
-  if (own == nullptr) return;
-  own->totals.At(id);
-  if (GroupTable* group = OwnGroup(*own)) group->At(id);
-}
+// Where the calling thread counts. Finding thread-local objects costs about as much as counting does: once for a range and all
+// of its shares.
+class Counter {
+ public:
+  /// Not usable while the thread is ending. Takes the memory of slots: before a range runs, where an exception may leave.
+  Counter() : own_(OwnSlots()), group_(own_ != nullptr ? OwnGroup(*own_) : nullptr) {}
 
-void Count(RangeId id, std::int64_t begin_ns, std::int64_t end_ns, std::int64_t thread_ns, const Work& work, bool apportioned) {
-  ThreadSlots* own = OwnSlots();
-  if (own == nullptr) return;  // the thread is ending
-  const std::int64_t epoch = current_epoch.load(std::memory_order_relaxed);
-  Slot& slot = own->totals.At(id);
-  if (Renew(slot, epoch)) {
-    slot.first_ns.store(begin_ns, std::memory_order_relaxed);
-    slot.last_ns.store(end_ns, std::memory_order_relaxed);
-    slot.apportioned.store(false, std::memory_order_relaxed);
-    slot.epoch.store(epoch, std::memory_order_release);
+  void Prepare(RangeId id) {
+    if (own_ == nullptr) return;
+    own_->totals.At(id);
+    if (group_ != nullptr) group_->At(id);
   }
-  Add(slot, thread_ns, work);
-  // Nested in itself, a range closes before the one that opened first.
-  slot.first_ns.store(std::min(slot.first_ns.load(std::memory_order_relaxed), begin_ns), std::memory_order_relaxed);
-  slot.last_ns.store(std::max(slot.last_ns.load(std::memory_order_relaxed), end_ns), std::memory_order_relaxed);
-  if (apportioned) slot.apportioned.store(true, std::memory_order_relaxed);
-  if (GroupTable* group = OwnGroup(*own)) {
-    GroupSlot& of_group = group->At(id);
-    if (Renew(of_group, epoch)) of_group.epoch.store(epoch, std::memory_order_release);
+
+  void Count(RangeId id, std::int64_t begin_ns, std::int64_t end_ns, std::int64_t thread_ns, const Work& work,
+             bool apportioned) {
+    if (own_ == nullptr) return;
+    Slot& slot = own_->totals.At(id);
+    if (Renew(slot, epoch_)) {
+      slot.first_ns.store(begin_ns, std::memory_order_relaxed);
+      slot.last_ns.store(end_ns, std::memory_order_relaxed);
+      slot.apportioned.store(false, std::memory_order_relaxed);
+      slot.epoch.store(epoch_, std::memory_order_release);
+    }
+    Add(slot, thread_ns, work);
+    // Nested in itself, a range closes before the one that opened first.
+    slot.first_ns.store(std::min(slot.first_ns.load(std::memory_order_relaxed), begin_ns), std::memory_order_relaxed);
+    slot.last_ns.store(std::max(slot.last_ns.load(std::memory_order_relaxed), end_ns), std::memory_order_relaxed);
+    if (apportioned) slot.apportioned.store(true, std::memory_order_relaxed);
+    if (group_ == nullptr) return;
+    GroupSlot& of_group = group_->At(id);
+    if (Renew(of_group, epoch_)) of_group.epoch.store(epoch_, std::memory_order_release);
     Add(of_group, thread_ns, work);
   }
-}
+
+ private:
+  ThreadSlots* own_;
+  GroupTable* group_;
+  std::int64_t epoch_ = current_epoch.load(std::memory_order_relaxed);
+};
 
 void Trace(RangeId id, std::int64_t begin_ns, std::int64_t end_ns, const Work& work) {
   if (!TraceEnabled()) return;
@@ -435,7 +444,7 @@ std::vector<GroupStats> GroupSnapshot() {
 void AddTimed(RangeId id, std::int64_t begin_ns, std::int64_t ns, double bytes) {
   assert(id >= 0 && id < kMaxRanges);
   if (!TimersEnabled() || begin_ns < current_epoch.load(std::memory_order_relaxed)) return;
-  Count(id, begin_ns, begin_ns + ns, ns, {0, bytes}, false);
+  Counter().Count(id, begin_ns, begin_ns + ns, ns, {0, bytes}, false);
 }
 
 Range::Range(RangeId id, Work work, std::span<const Share> shares) : id_(id), work_(work) {
@@ -445,8 +454,9 @@ Range::Range(RangeId id, Work work, std::span<const Share> shares) : id_(id), wo
   }
   const bool timed = TimersEnabled();
   if (timed) {
-    Prepare(id);
-    for (std::size_t i = 0; i < num_shares_; ++i) Prepare(shares_[i].id);
+    Counter counter;
+    counter.Prepare(id);
+    for (std::size_t i = 0; i < num_shares_; ++i) counter.Prepare(shares_[i].id);
   }
   if (nvtx::Active()) {
     Work all = work;
@@ -464,6 +474,7 @@ Range::~Range() {
     const std::int64_t end_ns = Now();
     // A range that was open at a Reset() belongs to neither side.
     if (start_ns_ >= current_epoch.load(std::memory_order_relaxed)) {
+      Counter counter;
       double total = work_.flops;
       for (std::size_t i = 0; i < num_shares_; ++i) total += shares_[i].work.flops;
       // On the time line, shares follow the range's own part, so that a trace adds up to what the timers say.
@@ -471,11 +482,11 @@ Range::~Range() {
       for (std::size_t i = 0; i < num_shares_; ++i) {
         const Share& share = shares_[i];
         const auto part = static_cast<std::int64_t>(static_cast<double>(end_ns - start_ns_) * (share.work.flops / total));
-        Count(share.id, start_ns_, end_ns, part, share.work, true);
+        counter.Count(share.id, start_ns_, end_ns, part, share.work, true);
         Trace(share.id, start_ns_ + left - part, start_ns_ + left, share.work);
         left -= part;
       }
-      Count(id_, start_ns_, end_ns, left, work_, num_shares_ > 0);
+      counter.Count(id_, start_ns_, end_ns, left, work_, num_shares_ > 0);
       Trace(id_, start_ns_, start_ns_ + left, work_);
     }
   }

@@ -72,6 +72,7 @@ def test_the_trace_gives_the_totals_of_the_timers(recorded: doc.Document, tmp_pa
     open_slices: dict[int, list[tuple[str, int]]] = {}
     totals: dict[str, int] = {}
     flows: dict[int, int] = {}
+    categories: dict[str, set[str]] = {}
     for packet in trace.packet:
         if not packet.HasField("track_event"):
             continue
@@ -81,6 +82,7 @@ def test_the_trace_gives_the_totals_of_the_timers(recorded: doc.Document, tmp_pa
             flows[flow] = flows.get(flow, 0) + 1
         if event.type == event.TYPE_SLICE_BEGIN:
             open_slices.setdefault(event.track_uuid, []).append((event.name, packet.timestamp))
+            categories.setdefault(event.name, set()).update(event.categories)
         elif event.type == event.TYPE_SLICE_END:
             name, begin = open_slices[event.track_uuid].pop()
             totals[name] = totals.get(name, 0) + packet.timestamp - begin
@@ -89,6 +91,7 @@ def test_the_trace_gives_the_totals_of_the_timers(recorded: doc.Document, tmp_pa
     # The traced step is the second one; its timers and its slices are two ways to the same numbers.
     step = recorded["steps"][1]["phases"]
     assert {"gate_up_gemm", "D3_gemm", "merge"} <= set(step)
+    assert categories["D3_gemm"] == {"backward_down"} and categories["merge"] == {"forward"}
     for name, ms in step.items():
         if name in doc.SUMS:
             continue  # no timer watches them

@@ -229,7 +229,7 @@ class Profile:
                 row.update(doc.rates(row, threads, self._ceiling))
         if self._trace and not self._nested:
             recorded = self._kept_trace if self._traced_ms is not None else _core.read_trace()
-            document["trace"] = doc.trace_of(recorded, [doc.key_of(row) for row in rows], self._began_ns)
+            document["trace"] = doc.trace_of(recorded, rows, self._began_ns)
             begin_ms, end_ms = self._traced_ms or (0.0, document["wall_ms"])
             document["trace"].update(begin_ms=begin_ms, end_ms=end_ms)
         return document

@@ -310,13 +310,13 @@ def print_document(document: doc.Document, layers: bool = False) -> None:
         tables.line(", ".join(f"{title} {pool[name]:.0f}" for title, name in counts))
         tables.table(
             "calls",
-            ("", "calls", "median ms", "min", "max", "outside the engine, us"),
+            ("", "calls", "jobs", "joins", "median ms", "min", "max", "outside the engine, us", "min"),
             [
                 (
                     f"{'first ' if group == 'first_calls' else ''}{kind}",
-                    str(row["calls"]),
+                    *(f"{row[key]:,}" for key in ("calls", "jobs", "joins")),
                     *(_cell(row["wall_ms"][key]) for key in ("median", "min", "max")),
-                    _cell(row["python_us"]["median"], 1),
+                    *(_cell(row["python_us"][key], 1) for key in ("median", "min")),
                 )
                 for group in ("first_calls", "calls")
                 for kind, row in document[group].items()

@@ -197,11 +197,12 @@ def by_layer(calls: Sequence[CallRecord], sums: LayerSums, ranges: Sequence[Rang
     ]
 
 
-def trace_of(threads: Sequence[ThreadTrace], ranges: Sequence[str], origin_ns: int) -> Document:
+def trace_of(threads: Sequence[ThreadTrace], ranges: Sequence[RangeStats], origin_ns: int) -> Document:
     """Events for the document: ``[kind, begin_us, duration_us, what, expert, rows, flops, bytes]``, times from
     `origin_ns`, `what` an index into `ranges` or `idle_kinds`, a lane (steal) or a length (queue)."""
     return {
-        "ranges": list(ranges),
+        "ranges": [key_of(row) for row in ranges],
+        "categories": [row["category"] for row in ranges],
         "kinds": list(EVENT_KINDS),
         "idle_kinds": list(IDLE_KINDS),
         "threads": [

@@ -59,9 +59,9 @@ def _packets(trace: dict[str, Any]) -> Iterator[bytes]:
                 if expert >= 0:
                     notes = _note("expert", expert) + _note("rows", rows)
                 notes += _note("flops", flops) + _note("bytes", size)
-                name = trace["ranges"][what]
+                name, category = trace["ranges"][what], trace["categories"][what]
                 yield _event(
-                    begin, _number(9, _BEGIN) + _number(11, track) + _text(22, "phase") + _text(23, name) + notes
+                    begin, _number(9, _BEGIN) + _number(11, track) + _text(22, category) + _text(23, name) + notes
                 )
                 open_ends.append(_nested_end(end, open_ends))
             elif trace["kinds"][kind] == "idle":
