@@ -190,6 +190,11 @@ py::dict KernelFiguresOf(const std::string& isa) {
   row["left_panels"] = figures.left_panels;
   row["right_panels"] = figures.right_panels;
   row["step_ns"] = figures.step_ns;
+  std::array<std::vector<double>, 2> few;
+  for (std::size_t form = 0; form < few.size(); ++form) {
+    few[form].assign(figures.few_tile_ns[form].begin(), figures.few_tile_ns[form].begin() + figures.most_few_rows);
+  }
+  row["few_tile_ns"] = few;
   row["cell_ns"] = figures.cell_ns;
   row["call_ns"] = figures.call_ns;
   row["unpack_tile_ns"] = figures.unpack_tile_ns;

@@ -46,6 +46,15 @@ MachineModel MachineOf(const py::dict& figures) {
   kernel.left_panels = Field<std::int64_t>(figures, "left_panels");
   kernel.right_panels = Field<std::int64_t>(figures, "right_panels");
   kernel.step_ns = Field<std::array<std::array<double, 3>, 2>>(figures, "step_ns");
+  const auto few = Field<std::array<std::vector<double>, 2>>(figures, "few_tile_ns");
+  kernel.most_few_rows = static_cast<std::int64_t>(few[0].size());
+  if (few[0].size() != few[1].size() || few[0].size() > kMostFewRows) {
+    throw std::invalid_argument("figure few_tile_ns has " + std::to_string(few[0].size()) + " and " +
+                                std::to_string(few[1].size()) + " entries, expected equal numbers, at most 8");
+  }
+  for (std::size_t form = 0; form < few.size(); ++form) {
+    std::copy(few[form].begin(), few[form].end(), kernel.few_tile_ns[form].begin());
+  }
   kernel.cell_ns = Field<double>(figures, "cell_ns");
   kernel.call_ns = Field<double>(figures, "call_ns");
   kernel.unpack_tile_ns = Field<double>(figures, "unpack_tile_ns");

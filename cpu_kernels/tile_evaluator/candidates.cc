@@ -59,35 +59,37 @@ bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem) {
   return false;
 }
 
+/// visit(configuration, again) for every candidate; `again`: it was the same before. Pruned ones are never visited again.
 template <typename Visit>
 void ForEach(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space, Visit&& visit) {
   const Axes axes = AxesOf(problem, machine);
   const bool prune = space == CandidateSpace::kPruned;
-  const auto repeated = [prune](std::span<const std::int64_t> axis, std::size_t i) {
+  const auto repeated = [](std::span<const std::int64_t> axis, std::size_t i) {
     const auto before = axis.first(i);
-    return prune && std::find(before.begin(), before.end(), axis[i]) != before.end();
+    return std::find(before.begin(), before.end(), axis[i]) != before.end();
   };
   for (std::size_t tr = 0; tr < axes.task_rows.size(); ++tr) {
-    if (repeated(axes.task_rows, tr)) continue;
     for (std::size_t tc = 0; tc < axes.task_columns.size(); ++tc) {
-      if (repeated(axes.task_columns, tc)) continue;
+      const bool again = repeated(axes.task_rows, tr) || repeated(axes.task_columns, tc);
+      if (prune && again) continue;
       GemmConfiguration c{axes.task_rows[tr], axes.task_columns[tc]};
       std::array<std::int64_t, 3> call_rows = axes.call_rows;
       for (std::int64_t& rows : call_rows) rows = std::min(rows, c.task_rows);
       std::array<std::int64_t, 5> call_columns = axes.call_columns;
       for (std::int64_t& columns : call_columns) columns = std::min(columns, c.task_columns);
       for (std::size_t cr = 0; cr < call_rows.size(); ++cr) {
-        if (repeated(call_rows, cr)) continue;
+        const bool again_rows = again || repeated(call_rows, cr);
         for (std::size_t cc = 0; cc < call_columns.size(); ++cc) {
-          if (repeated(call_columns, cc)) continue;
+          const bool again_columns = again_rows || repeated(call_columns, cc);
           for (std::size_t cd = 0; cd < axes.call_depth.size(); ++cd) {
-            if (repeated(axes.call_depth, cd)) continue;
+            const bool again_depth = again_columns || repeated(axes.call_depth, cd);
+            if (prune && again_depth) continue;
             for (const LoopOrder order : {LoopOrder::kColumns, LoopOrder::kRows, LoopOrder::kDepth}) {
               c.call_rows = call_rows[cr];
               c.call_columns = call_columns[cc];
               c.call_depth = axes.call_depth[cd];
               c.order = order;
-              if (!prune || !IsPruned(c, problem)) visit(c);
+              if (!prune || !IsPruned(c, problem)) visit(c, again_depth);
             }
           }
         }
@@ -113,15 +115,15 @@ bool Legal(const GemmProblem& problem, const GemmConfiguration& c) {
 
 std::vector<GemmConfiguration> Candidates(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space) {
   std::vector<GemmConfiguration> all;
-  ForEach(problem, machine, space, [&](const GemmConfiguration& c) { all.push_back(c); });
+  ForEach(problem, machine, space, [&](const GemmConfiguration& c, bool) { all.push_back(c); });
   return all;
 }
 
 GemmAnswer ChooseGemm(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space) {
   GemmAnswer best;
-  ForEach(problem, machine, space, [&](const GemmConfiguration& c) {
+  ForEach(problem, machine, space, [&](const GemmConfiguration& c, bool again) {
     ++best.candidates;
-    if (!Legal(problem, c)) return;
+    if (again || !Legal(problem, c)) return;
     const GemmEstimate estimate = EstimateGemm(problem, c, machine);
     if (best.configuration.task_rows != 0 && estimate.milliseconds >= best.estimate.milliseconds) return;
     best.configuration = c;
@@ -134,11 +136,9 @@ std::vector<GemmAnswer> RankGemm(const GemmProblem& problem, const MachineModel&
                                  std::size_t count) {
   std::vector<GemmAnswer> answers;
   std::int64_t candidates = 0;
-  ForEach(problem, machine, space, [&](const GemmConfiguration& c) {
+  ForEach(problem, machine, space, [&](const GemmConfiguration& c, bool again) {
     ++candidates;
-    if (!Legal(problem, c)) return;
-    const bool known = std::any_of(answers.begin(), answers.end(), [&](const GemmAnswer& a) { return a.configuration == c; });
-    if (!known) answers.push_back({c, EstimateGemm(problem, c, machine), 0});
+    if (!again && Legal(problem, c)) answers.push_back({c, EstimateGemm(problem, c, machine), 0});
   });
   std::stable_sort(answers.begin(), answers.end(),
                    [](const GemmAnswer& a, const GemmAnswer& b) { return a.estimate.milliseconds < b.estimate.milliseconds; });

@@ -54,6 +54,11 @@ constexpr double kAllFound = 0.5, kNoneFound = 1.75;
 /// Of weights' way from memory and their unpacking before the products: prefetches are spread over the unpacking evenly.
 constexpr double kUnpackOverlap = 2;
 
+/// Of the forms for few rows, direct and unpack, whose prefetches are spread evenly; of the direct form without any: 1.
+/// (AVX-512, 4 and 8 rows, direct: 43 and 84 ns a tile in L2, 90 and 121 from a memory that gives one in 70; unpack, 3 and 8
+/// rows: 36 and 79, 77 and 107; direct without prefetching, 2 rows: 24, 107.)
+constexpr double kFewDirectOverlap = 1.5, kFewUnpackOverlap = 2;
+
 /// Stores to lines of a result that are under way at a time. (AVX-512, 2 MB of bf16: 44 ns a line at a latency of 124.)
 constexpr double kStores = 3;
 
@@ -63,6 +68,7 @@ struct TaskCost {
   double calls_ns = 0;
   double unpack_ns = 0;
   double round_ns = 0;                        ///< sums that are rounded: what their stores are waited for
+  bool few = false;                           ///< by the forms for few rows
   double unfetched = 0;                       ///< share of the weights that nothing prefetches
   std::array<double, kMemoryLevels> bytes{};  ///< read or written beyond the caches below that level
 };
@@ -70,6 +76,7 @@ struct TaskCost {
 /// Sizes of one task, and where its operands are read from the first time.
 struct TaskShape {
   std::int64_t rows, columns;
+  std::int64_t few_rows;  ///< all rows of its group where the tier has a form for so few, else 0
   MemoryLevel weights_from, activations_from, result_to;
 };
 
@@ -89,17 +96,26 @@ class TaskCounter {
   TaskCost Count(const TaskShape& task) const {
     TaskCost cost;
     const std::int64_t call_rows = std::min(c_.call_rows, task.rows), call_columns = std::min(c_.call_columns, task.columns);
-    const std::int64_t depth = std::min(c_.call_depth, p_.k);
+    cost.few = task.few_rows > 0;
+    const std::int64_t depth = cost.few && p_.form == GemmForm::kDirect ? p_.k : std::min(c_.call_depth, p_.k);
     const std::int64_t row_calls = CeilDiv(task.rows, call_rows), column_calls = CeilDiv(task.columns, call_columns);
     const std::int64_t depth_calls = CeilDiv(p_.k, depth);
     const double calls = static_cast<double>(row_calls * column_calls * depth_calls);
-    CountCells(task, call_rows, depth_calls, cost);
+    if (cost.few) {
+      const auto form = static_cast<std::size_t>(p_.form == GemmForm::kUnpack);
+      cost.cells_ns = m_.kernel.few_tile_ns[form][static_cast<std::size_t>(task.few_rows - 1)] *
+                      static_cast<double>(CeilDiv(task.columns, kPanelRows) * CeilDiv(p_.k, kTileColumns));
+    } else {
+      CountCells(task, call_rows, depth_calls, cost);
+    }
     const bool prefetches = p_.form == GemmForm::kDirect && call_columns <= kMostPrefetched && column_calls > 1;
-    // A call of the unpack form prefetches from column to column.
-    cost.unfetched = prefetches                          ? 1.0 / static_cast<double>(column_calls)
-                     : p_.form == GemmForm::kDirect      ? 1.0
-                     : p_.form == GemmForm::kUnpack      ? static_cast<double>(column_calls) / static_cast<double>(CeilDiv(task.columns, kTileColumns))
-                                                         : 0.0;
+    // The direct form prefetches from call to call, the unpack form from tile column to tile column of a call.
+    if (p_.form != GemmForm::kGradient) {
+      const std::int64_t pieces = p_.form == GemmForm::kUnpack ? CeilDiv(task.columns, kTileColumns)
+                                  : prefetches                 ? column_calls
+                                                               : 1;
+      cost.unfetched = static_cast<double>(p_.form == GemmForm::kUnpack ? column_calls : 1) / static_cast<double>(pieces);
+    }
     cost.calls_ns = calls * m_.kernel.call_ns;
 
     // Loops over calls: how often each operand is read anew, and what is read in between.
@@ -113,12 +129,13 @@ class TaskCounter {
     Add(cost, task.weights_from, weights);
     AddAgain(cost, weights_between, weights * static_cast<double>(row_calls - 1));
     // What is prefetched waits in L2 while the call before computes, and is read from there.
-    if (prefetches) AddAgain(cost, 2 * Product(call_columns, p_.k, p_.weight_bytes), weights);
+    if (prefetches && !cost.few) AddAgain(cost, 2 * Product(call_columns, p_.k, p_.weight_bytes), weights);
     Add(cost, task.activations_from, activations);
     AddAgain(cost, activations_between, activations * static_cast<double>(column_calls - 1));
 
-    CountInsideCalls(task, call_rows, call_columns, depth, weights * static_cast<double>(row_calls),
-                     activations * static_cast<double>(column_calls), cost);
+    if (!cost.few)
+      CountInsideCalls(task, call_rows, call_columns, depth, weights * static_cast<double>(row_calls),
+                       activations * static_cast<double>(column_calls), cost);
     CountResult(task, call_rows, call_columns, depth, depth_calls, cost);
     return cost;
   }
@@ -205,7 +222,8 @@ class TaskCounter {
     if (p_.form != GemmForm::kUnpack && p_.output_bytes == 2) {  // rounded from a block of fp32
       AddAgain(cost, Product(call_rows, call_columns, 4), 2 * fp32);
       // No products are computed meanwhile.
-      cost.round_ns = Product(task.rows, task.columns, 2) / 64 * m_.latency_ns[static_cast<std::size_t>(task.result_to)] / kStores;
+      cost.round_ns =
+          Product(task.rows, task.columns, 2) / 64 * m_.latency_ns[static_cast<std::size_t>(task.result_to)] / kStores;
     } else {
       Add(cost, task.result_to, factor * Product(task.rows, task.columns, static_cast<double>(p_.output_bytes)));
     }
@@ -238,7 +256,8 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   const auto supply = [&](MemoryLevel level, double gbps) {
     return cost.bytes[static_cast<std::size_t>(level)] * threads / gbps * kNsToMs;
   };
-  const double memory_gbps = problem.form == GemmForm::kDirect   ? kernel.direct_gbps
+  const double memory_gbps = cost.few                            ? machine.gbps[3]
+                             : problem.form == GemmForm::kDirect ? kernel.direct_gbps
                              : problem.form == GemmForm::kUnpack ? kernel.unpack_gbps
                                                                  : machine.gbps[3];
   const double cells = (cost.cells_ns + cost.calls_ns) * kNsToMs;
@@ -246,8 +265,9 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   const double rounding = cost.round_ns * kNsToMs;
   // Beside the products, all that overlaps with them: L2, L3, and what the vectors unpack where they are idle. Memory, too,
   // but where the vectors are busy it is prefetched while they unpack.
-  const bool unpack_first = problem.form == GemmForm::kUnpack && !kernel.unpack_overlaps;
-  const Overlap beside(kernel.overlap);
+  const bool unpack_first = problem.form == GemmForm::kUnpack && !kernel.unpack_overlaps && !cost.few;
+  const double overlap = !cost.few ? kernel.overlap : problem.form == GemmForm::kDirect ? kFewDirectOverlap : kFewUnpackOverlap;
+  const Overlap beside(overlap);
   const std::array<double, 4> powers = {beside.Power(cells), beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])),
                                         beside.Power(supply(MemoryLevel::kL3, machine.gbps[2])),
                                         kernel.unpack_overlaps ? beside.Power(unpack) : 0.0};
@@ -259,7 +279,9 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
     memory_share = way.second;
     unpack_share = way.first;
   } else {
-    const Together whole(computing, memory, beside, Overlap(std::min(kernel.overlap, kNotPrefetched)), cost.unfetched);
+    const Together whole(computing, memory, beside,
+                         Overlap(cost.few && problem.form == GemmForm::kDirect ? 1.0 : std::min(overlap, kNotPrefetched)),
+                         cost.unfetched);
     memory_share = whole.second;
     computing_share = whole.first;
   }
@@ -308,6 +330,7 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   const double result_bytes = all_rows * static_cast<double>(problem.n) * static_cast<double>(problem.output_bytes);
   const double group_weights = Product(problem.n, problem.k, problem.weight_bytes);
 
+  const std::int64_t most_few = problem.form == GemmForm::kGradient ? 0 : machine.kernel.most_few_rows;
   GemmEstimate estimate;
   double work = 0, tasks = 0, longest = 0, last = 0;
   for (const GroupRows& group : problem.groups) {
@@ -315,10 +338,12 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     const std::int64_t chunks = CeilDiv(group.rows, rows);
     const auto add = [&](std::int64_t task_rows, std::int64_t task_columns, double count, bool weights_again) {
       if (task_rows == 0 || task_columns == 0 || count == 0) return;
-      TaskShape shape{task_rows, task_columns, MemoryLevel::kMemory, MemoryLevel::kL3, MemoryLevel::kL3};
+      const std::int64_t few = group.rows <= most_few ? group.rows : 0;
+      TaskShape shape{task_rows, task_columns, few, MemoryLevel::kMemory, MemoryLevel::kL3, MemoryLevel::kL3};
       if (problem.cached || (weights_again && group_weights <= l3)) shape.weights_from = MemoryLevel::kL3;
       if (packed_bytes > l3) shape.activations_from = MemoryLevel::kMemory;
-      if (result_bytes > l3 || (problem.output_bytes == 2 && problem.form == GemmForm::kUnpack)) shape.result_to = MemoryLevel::kMemory;
+      if (result_bytes > l3 || (problem.output_bytes == 2 && problem.form == GemmForm::kUnpack))
+        shape.result_to = MemoryLevel::kMemory;
       const double flops = 2.0 * Product(task_rows, task_columns, static_cast<double>(problem.k));
       const TaskTime time = TimeOf(counter.Count(shape), flops, problem, machine);
       for (std::size_t i = 0; i < kGemmParts; ++i) estimate.parts[i] += count * time.parts[i] / threads;
@@ -349,7 +374,8 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   PartOf(estimate.parts, GemmPart::kScheduling) = span - even;
   double packing = 0;
   if (!problem.packed) {
-    const double bytes = all_rows * static_cast<double>(problem.k) * static_cast<double>(problem.input_bytes + 4);  // what is written is read before
+    const double bytes = all_rows * static_cast<double>(problem.k) *
+                         static_cast<double>(problem.input_bytes + 4);  // what is written is read before
     packing = (packed_bytes / (machine.kernel.pack_gbps * threads) + bytes / machine.gbps[2]) * 1e-6;
   }
   PartOf(estimate.parts, GemmPart::kPacking) += packing;

@@ -10,12 +10,19 @@ namespace moesaic {
 enum class MemoryLevel { kL1, kL2, kL3, kMemory };
 inline constexpr std::size_t kMemoryLevels = 4;
 
+/// Rows of activations, at most, for which a tier may have forms of their own (KernelTier::most_few_rows).
+inline constexpr std::size_t kMostFewRows = 8;
+
 /// What the kernels of one tier do on this machine, on one core with its operands in the L1 cache.
 struct KernelFigures {
   std::int64_t left_panels = 1;   ///< kMaxA of the cell, 1 or 2
   std::int64_t right_panels = 1;  ///< kMaxB of the cell, 1 to 3
   /// Nanoseconds of one step (32 of the contraction) of a cell with i + 1 left and j + 1 right panels.
   std::array<std::array<double, 3>, 2> step_ns{};
+  /// Of the forms for few rows: of how many at most, and nanoseconds of a tile of weights in L2, by form (direct, unpack) and
+  /// rows - 1.
+  std::int64_t most_few_rows = 0;
+  std::array<std::array<double, kMostFewRows>, 2> few_tile_ns{};
   double cell_ns = 0;            ///< begin and end of a cell: accumulators cleared and stored
   double call_ns = 0;            ///< begin and end of a call
   double unpack_tile_ns = 0;     ///< a stored tile becomes part of right factors (unpack form)
@@ -23,9 +30,9 @@ struct KernelFigures {
   /// How well the kernels compute while the caches and the memory bring what they need: times of both combine as
   /// (sum of t^overlap)^(1/overlap). 1: one after the other; 3: nearly at the same time.
   double overlap = 3;
-  double pack_gbps = 0;          ///< rows become tiles, bytes of bf16 written by one thread
-  double direct_gbps = 0;        ///< rate at which the direct form takes weights from memory, all threads together
-  double unpack_gbps = 0;        ///< the same, unpack form
+  double pack_gbps = 0;    ///< rows become tiles, bytes of bf16 written by one thread
+  double direct_gbps = 0;  ///< rate at which the direct form takes weights from memory, all threads together
+  double unpack_gbps = 0;  ///< the same, unpack form
 };
 
 /// A machine as `threads` threads see it. Rates are those of all threads together.

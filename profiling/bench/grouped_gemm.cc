@@ -116,7 +116,7 @@ void GroupedGemm::PackActivations(int workers) {
     pack.dtype = problem_.input_bytes == 4 ? DType::kFloat32 : DType::kBFloat16;
     pack.count = count;
     pack.columns = problem_.k;
-    (problem_.form == GemmForm::kDirect ? pack.pairs : pack.operand) = group.activations;
+    (problem_.form != GemmForm::kDirect ? pack.operand : FewRows(group) > 0 ? pack.stored : pack.pairs) = group.activations;
     pack.first_panel = piece.row / kPanelRows;
     pack.panels = CeilDiv(count, kPanelRows);
     pack.first_column = piece.first_column;
@@ -146,7 +146,9 @@ void GroupedGemm::Run(const GemmConfiguration& configuration) {
 void GroupedGemm::RunTask(const Task& task, const GemmConfiguration& c) {
   const std::int64_t row_step = std::min(c.call_rows, RoundUp(task.rows, kPanelRows));
   const std::int64_t column_step = std::min(c.call_columns, RoundUp(task.columns, kTileColumns));
-  const std::int64_t depth = std::min(c.call_depth, problem_.k);
+  // For few rows the direct form's order of summation depends on where a contraction ends.
+  const bool whole_depth = problem_.form == GemmForm::kDirect && FewRows(*task.group) > 0;
+  const std::int64_t depth = whole_depth ? problem_.k : std::min(c.call_depth, problem_.k);
   const std::int64_t row_calls = CeilDiv(task.rows, row_step), column_calls = CeilDiv(task.columns, column_step);
   const std::int64_t depth_calls = CeilDiv(problem_.k, depth);
   const bool rounds = problem_.form != GemmForm::kUnpack && problem_.output_bytes == 2;
@@ -235,6 +237,7 @@ void GroupedGemm::CallDirect(const Task& task, const Block& block, const Prefetc
   segment.activations.columns = CeilDiv(block.depth, kTileColumns);
   args.segments = {&segment, 1};
   args.activation_panels = CeilDiv(block.rows, kPanelRows);
+  args.few_rows = FewRows(group);
   args.c = sums != nullptr ? sums : reinterpret_cast<float*>(group.c) + block.column * group.ldc + block.row;
   args.ldc = sums != nullptr ? sums_ld : group.ldc;
   args.accumulate = block.k > 0;
@@ -254,6 +257,7 @@ void GroupedGemm::CallUnpack(const Task& task, const Block& block) {
   UnpackGemmArgs args;
   args.segments = {&segment, 1};
   args.panels = CeilDiv(block.rows, kPanelRows);
+  args.few_rows = FewRows(group);
   args.first_column = block.column / kTileColumns;
   args.columns = CeilDiv(block.columns, kTileColumns);
   const std::int64_t scratch = UnpackScratchElements(args.segments) * 2;

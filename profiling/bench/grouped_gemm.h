@@ -55,6 +55,10 @@ class GroupedGemm {
     std::int64_t row, rows, column, columns, k, depth;
   };
 
+  /// The few_rows of a group's GEMMs: its rows where the tier has a form for so few, else 0.
+  std::int64_t FewRows(const Group& group) const {
+    return problem_.form != GemmForm::kGradient && group.rows <= tier_.most_few_rows ? group.rows : 0;
+  }
   void Fill(std::span<std::byte> memory, std::int64_t value_bytes);
   void PackActivations(int worker_count);
   void RunTask(const Task& task, const GemmConfiguration& configuration);

@@ -27,8 +27,8 @@ ReadBlock WidestReadBlock() {
 }
 
 /// Nanoseconds of a call of each body: of many groups of calls, each long enough for the clock, the first fiftieth of the order
-/// by time, which is neither luck nor what others do to the core. The bodies take turns, so that all of them see the same moments,
-/// and what is a difference of two stays one.
+/// by time, which is neither luck nor what others do to the core. The bodies take turns, so that all of them see the same
+/// moments, and what is a difference of two stays one.
 std::vector<double> UndisturbedNs(std::span<const std::function<void()>> bodies, int groups) {
   constexpr double kGroupSeconds = 1e-4;
   std::vector<std::int64_t> calls(bodies.size(), 1);
@@ -85,6 +85,9 @@ class Call {
 
   std::int64_t weight_bytes() const { return weight_buffer_.bytes(); }
 
+  /// Only so many of the rows, by the form for few (kernels.h).
+  void set_few_rows(std::int64_t rows) { few_rows_ = rows; }
+
   void Run() { Run(0, direct_ ? segment_.weights.panels : segment_.weights.columns, {}); }
 
   /// A part of the columns of C, in panels (direct) or tile columns.
@@ -95,6 +98,7 @@ class Call {
       args.first_panel = first;
       args.panels = count;
       args.activation_panels = CeilDiv(rows_, kPanelRows);
+      args.few_rows = few_rows_;
       args.c = static_cast<float*>(c_.data());
       args.ldc = ldc_;
       args.prefetch = prefetch;
@@ -103,6 +107,7 @@ class Call {
       UnpackGemmArgs args;
       args.segments = {&segment_, 1};
       args.panels = CeilDiv(rows_, kPanelRows);
+      args.few_rows = few_rows_;
       args.first_column = first;
       args.columns = count;
       args.c = static_cast<float*>(c_.data());
@@ -132,6 +137,7 @@ class Call {
   const KernelTier& tier_;
   const bool direct_;
   const std::int64_t rows_;
+  std::int64_t few_rows_ = 0;
   GemmSegment segment_;
   AlignedBuffer weight_buffer_, activation_buffer_, c_, scratch_;
   std::int64_t ldc_ = 0;
@@ -225,7 +231,9 @@ KernelFigures MeasureKernels(const KernelTier& tier) {
   const auto direct = [&](std::int64_t left_panels, std::int64_t right_panels, std::int64_t steps) {
     return call(right_panels * kPanelRows, left_panels * kPanelRows, steps * kTileColumns, true);
   };
-  const auto unpack = [&](std::int64_t columns) { return call(kPanelRows, kLong * kTileColumns, columns * kTileColumns, false); };
+  const auto unpack = [&](std::int64_t columns) {
+    return call(kPanelRows, kLong * kTileColumns, columns * kTileColumns, false);
+  };
   std::size_t with_long[2][3] = {}, with_short[2][3] = {};
   for (std::int64_t a = 0; a < tier.left_panels; ++a) {
     for (std::int64_t b = 0; b < tier.right_panels; ++b) {
@@ -252,6 +260,17 @@ KernelFigures MeasureKernels(const KernelTier& tier) {
   pack.pairs.data = Tiles(target, pack.pairs);
   pack.panels = kRows / kPanelRows;
   pack.tile_columns = kNumbers / kTileColumns;
+  // The forms for few rows: 64 tiles, more than L1 holds.
+  constexpr std::int64_t kFewTiles = 32;
+  figures.most_few_rows = tier.most_few_rows;
+  std::size_t few[2][kMostFewRows] = {};
+  for (std::int64_t r = 0; r < 2 * tier.most_few_rows; ++r) {
+    const bool of_direct = r < tier.most_few_rows;
+    auto some = std::make_shared<Call>(tier, kPanelRows, of_direct ? 2 * kPanelRows : kFewTiles * kPanelRows,
+                                       of_direct ? kFewTiles * kTileColumns : 2 * kTileColumns, of_direct);
+    some->set_few_rows(r % tier.most_few_rows + 1);
+    few[of_direct ? 0 : 1][r % tier.most_few_rows] = time([some] { some->Run(); });
+  }
   const std::size_t packing = time([&] { tier.pack_rows(pack); });
 
   const std::vector<double> ns = UndisturbedNs(bodies, 50);
@@ -276,6 +295,14 @@ KernelFigures MeasureKernels(const KernelTier& tier) {
   const double column = (ns[more_columns] - ns[one_column]) / kColumns;
   const double products = kLong * figures.step_ns[0][1] + figures.cell_ns;
   figures.unpack_tile_ns = std::max(0.1, tier.unpack_overlaps ? column : column - products) / (2 * kLong);
+  for (std::size_t form = 0; form < 2; ++form) {
+    for (std::int64_t r = 0; r < tier.most_few_rows; ++r) {
+      const auto at = static_cast<std::size_t>(r);
+      // More rows take no less time; where they seem to, something else ran meanwhile.
+      const double before = r > 0 ? figures.few_tile_ns[form][at - 1] : 0.1;
+      figures.few_tile_ns[form][at] = std::max(ns[few[form][at]] / (2 * kFewTiles), before);
+    }
+  }
   figures.pack_gbps = static_cast<double>(source.bytes()) / ns[packing];
   return figures;
 }
@@ -289,7 +316,7 @@ double MeasureCell(const KernelTier& tier) {
 double MeasureStream(const KernelTier& tier, bool direct, std::int64_t rows, threadpool::Pool* pool, std::int64_t bytes,
                      double undisturbed_ns) {
   constexpr std::int64_t kWidth = 2048;
-  constexpr int kWanted = 6, kMost = 60;
+  constexpr int kWanted = 6, kMost = 200;
   const std::int64_t workers = pool == nullptr ? 1 : pool->num_threads();
   // Matrices of 2,048 x 2,048 one after the other, as experts are.
   const std::int64_t matrices = std::max<std::int64_t>(CeilDiv(bytes, workers * 2 * kWidth * kWidth), 1);

@@ -328,6 +328,7 @@ class MachineProbe:
         """Microseconds: a parallel loop of one task a thread, and each further task of a thread."""
 
 class KernelRow(TypedDict):
+    few_tile_ns: list[list[float]]
     left_panels: int
     right_panels: int
     step_ns: list[list[float]]

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ Statistic = Callable[[Sequence[float]], float]
 
 
 _PRIOR_WEIGHT = 0.03  # against the relative error of one group of phases in one case
-_MOST_SECONDS = 6.0  # for the repetitions of a case, if three are done
+_MOST_SECONDS = 3.0  # for the repetitions of a case, if three are done
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,20 @@ class MeasuredLayer:
     phases: Mapping[str, float]
 
 
-def measure_layer(case: LayerCase, repetitions: int, statistic: Statistic = statistics.median) -> MeasuredLayer:
+def measure_layer(
+    case: LayerCase,
+    repetitions: int,
+    statistic: Statistic = statistics.median,
+    undisturbed: Callable[[], bool] = lambda: True,
+) -> MeasuredLayer:
     """Runs forward and backward of a case, as `ExpertsLayer` offers them, with an adapter in PEFT's layout.
 
     Args:
         case: what is run.
         repetitions: timed ones; as many again are profiled, in turn with them.
         statistic: what is taken of the repetitions: the median, or the least on a host that others use.
+        undisturbed: whether nobody else uses the host just now. Repetitions before or after which somebody does are
+            made again; where they all are, they count for want of better ones.
     """
     s = case.shape
     shape = LayerShape(s.experts, s.hidden, s.intermediate, s.top_k, s.rank)
@@ -136,17 +144,17 @@ def measure_layer(case: LayerCase, repetitions: int, statistic: Statistic = stat
         return (middle - start) * 1e3, (time.perf_counter() - middle) * 1e3
 
     call()
-    times: list[tuple[float, float]] = []
-    phases: list[dict[str, float]] = []
-    until = time.perf_counter() + _MOST_SECONDS
-    while len(times) < repetitions and (len(times) < 3 or time.perf_counter() < until):
-        times.append(call())
+
+    def profiled() -> dict[str, float]:
         with moesaic.profile() as profile:
             call()
         by_name: dict[str, float] = {}
         for row in profile.phases():
             by_name[row["name"]] = by_name.get(row["name"], 0.0) + row["thread_ms"]
-        phases.append({group: sum(by_name.get(name, 0.0) for name in names) for group, names in _TIMERS.items()})
+        return {group: sum(by_name.get(name, 0.0) for name in names) for group, names in _TIMERS.items()}
+
+    times = _undisturbed(call, repetitions, undisturbed)
+    phases = _undisturbed(profiled, repetitions, undisturbed)
     forward, backward = [f for f, _ in times], [b for _, b in times]
     whole = [f + b for f, b in times]
     rows = torch.bincount(batch.ids.flatten(), minlength=s.experts)
@@ -158,6 +166,24 @@ def measure_layer(case: LayerCase, repetitions: int, statistic: Statistic = stat
         statistics.median(whole) / min(whole),
         {group: statistic([phase[group] for phase in phases]) for group in _TIMERS},
     )
+
+
+T = TypeVar("T")
+
+
+def _undisturbed(run: Callable[[], T], repetitions: int, undisturbed: Callable[[], bool]) -> list[T]:
+    """Results of so many undisturbed runs; fewer where some seconds are over first; all where none was undisturbed."""
+    every: list[T] = []
+    found: list[T] = []
+    until = time.perf_counter() + _MOST_SECONDS
+    before = undisturbed()
+    while len(found) < repetitions and (len(every) < 3 or time.perf_counter() < until):
+        every.append(run())
+        after = undisturbed()
+        if before and after:
+            found.append(every[-1])
+        before = after
+    return found or every
 
 
 def calibrate(
@@ -177,10 +203,17 @@ def calibrate(
         cases: what is run; None: calibration_cases().
     """
     measured = []
+    undisturbed = sentinel(model)
     for case in cases or calibration_cases(model.products.figures["l3_bytes"]):
         progress(f"calibrating: {case}")
-        measured.append(measure_layer(case, repetitions, statistic))
+        measured.append(measure_layer(case, repetitions, statistic, undisturbed))
     return fit(model, measured)
+
+
+def sentinel(model: LayerModel) -> Callable[[], bool]:
+    """Whether nobody else uses the host that the model describes just now."""
+    machine = model.products.evaluator.machine
+    return lambda: machine.kernels[machine.isa].undisturbed(machine.isa)
 
 
 def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moesaic.perf.calibration import LayerCase, Statistic, alone, calibrate, measure_layer
+from moesaic.perf.calibration import LayerCase, Statistic, alone, calibrate, measure_layer, sentinel
 from moesaic.perf.gemm_evaluator import GemmEvaluator
 from moesaic.perf.layer_model import ExpertsShape, LayerModel
 from moesaic.perf.machine import Machine
@@ -207,10 +207,10 @@ def _gemms(evaluator: GemmEvaluator, plan: CheckPlan, progress: Callable[[str], 
 
 
 def _layers(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) -> list[Pair]:
-    pairs = []
+    pairs, undisturbed = [], sentinel(model)
     for case in layer_cases(full=plan.full):
         progress(str(case))
-        measured = measure_layer(case, plan.repetitions, plan.statistic)
+        measured = measure_layer(case, plan.repetitions, plan.statistic, undisturbed)
         of_case = alone(model, case.shape)
         forward = of_case.forward(case.shape, measured.rows).milliseconds
         backward = of_case.backward(case.shape, measured.rows).milliseconds

@@ -264,11 +264,11 @@ class _JobStages:
         """A base product, with the adapter as a further part of its contraction."""
         k += self._parts * self._shape.padded_rank
         ms = self._products.thread_ms(form, self._job.rows, k, n, again=not self._job.first)
-        return {form: ms.compute, f"{form}_stream": ms.stream}
+        return {form: ms.compute, f"{form}_stream": ms.stream, "cache": ms.cache}
 
     def _low(self, size: int) -> float:
         """Milliseconds at the compute ceiling of one thread of rows x (padded rank) x size."""
-        flops = 2.0 * self._lanes * self._shape.padded_rank * size
+        flops = 2.0 * self._products.lanes(self._job.rows) * self._shape.padded_rank * size
         return flops * self._products.threads / (self._products.peak_gflops * 1e6)
 
 

@@ -31,6 +31,9 @@ class Kernels:
     right_panels: int
     step_ns: tuple[tuple[float, ...], ...]
     """One step (32 of the contraction) of a cell of i + 1 left by j + 1 right panels, operands in L1, one thread."""
+    few_tile_ns: tuple[tuple[float, ...], ...]
+    """A tile of weights in L2 by the forms for few rows, direct and unpack, with 1, 2, ... rows; empty where the tier
+    has none."""
     cell_ns: float
     call_ns: float
     unpack_tile_ns: float
@@ -250,6 +253,7 @@ class Machine:
             "left_panels": kernels.left_panels,
             "right_panels": kernels.right_panels,
             "step_ns": [[x * slower for x in (*row, 0.0, 0.0, 0.0)[:3]] for row in (*kernels.step_ns, (), ())[:2]],
+            "few_tile_ns": [[x * slower for x in row] for row in kernels.few_tile_ns],
             "cell_ns": kernels.cell_ns * slower,
             "call_ns": kernels.call_ns * slower,
             "unpack_tile_ns": kernels.unpack_tile_ns * slower,
@@ -353,7 +357,7 @@ def _kernels_of(document: Any, where: str) -> Kernels:
         raise ValueError(f"{where} is {document!r}, expected an object")
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Kernels):
-        if field.name != "step_ns":
+        if field.name not in ("step_ns", "few_tile_ns"):
             values[field.name] = _read(document, field.name, str(field.type), where)
     rows = _take(document, "step_ns", where)
     if values["overlap"] < 1:
@@ -370,5 +374,16 @@ def _kernels_of(document: Any, where: str) -> Kernels:
     values["step_ns"] = tuple(
         tuple(_number(x, f"step_ns[{i}][{j}]", where) for j, x in enumerate(row[:right]))
         for i, row in enumerate(rows[:left])
+    )
+    few = _take(document, "few_tile_ns", where)
+    if (
+        not isinstance(few, list)
+        or len(few) != 2
+        or any(not isinstance(row, list) or len(row) > 8 for row in few)
+        or len(few[0]) != len(few[1])
+    ):
+        raise ValueError(f"{where}: few_tile_ns is {few!r}, expected two rows of equally many numbers, at most 8")
+    values["few_tile_ns"] = tuple(
+        tuple(_number(x, f"few_tile_ns[{i}][{j}]", where) for j, x in enumerate(row)) for i, row in enumerate(few)
     )
     return Kernels(**values)

@@ -117,7 +117,7 @@ def _in_cache(tiers: Sequence[str]) -> dict[str, Kernels]:
         time.sleep(_PAUSE)
 
     def whole(kernels: Kernels) -> float:
-        return kernels.undisturbed_ns + 6 * sum(sum(row) for row in kernels.step_ns)
+        return kernels.undisturbed_ns + 6 * sum(map(sum, (*kernels.step_ns, *kernels.few_tile_ns)))
 
     return {tier: min(found, key=whole) for tier, found in runs.items()}
 
@@ -129,6 +129,7 @@ def _kernels_of(tier: str) -> Kernels:
         left_panels=row["left_panels"],
         right_panels=row["right_panels"],
         step_ns=tuple(tuple(r[: row["right_panels"]]) for r in row["step_ns"][: row["left_panels"]]),
+        few_tile_ns=tuple(map(tuple, row["few_tile_ns"])),
         cell_ns=row["cell_ns"],
         call_ns=row["call_ns"],
         unpack_tile_ns=row["unpack_tile_ns"],

@@ -49,7 +49,9 @@ class Evaluates(Protocol):
 @dataclass(frozen=True)
 class _NoTime:
     milliseconds: float = 0.0
-    parts: Mapping[str, float] = field(default_factory=lambda: {"scheduling": 0.0, "dispatch": 0.0, "dram": 0.0})
+    parts: Mapping[str, float] = field(
+        default_factory=lambda: {"scheduling": 0.0, "dispatch": 0.0, "dram": 0.0, "l3": 0.0}
+    )
     bound: str = "dispatch"
 
 
@@ -83,27 +85,30 @@ class ShapeRecorder:
         return _NoTime()
 
 
-# Rows at which products are evaluated. Between them time is linear in the rows, from 16 on in whole panels of 16.
+# Rows at which products are evaluated. Between them time is linear in the rows, beyond 8 in whole panels of 16.
 _GRID = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384)
+_FEW = 8
 _USABLE = 0.75  # of the last-level cache
 _EACH_THREAD = 4  # groups in a question: enough that scheduling plays no part, and activations stay in cache
 
 
 @dataclass(frozen=True)
 class ProductMs:
-    """Thread milliseconds of a product: what the weights' way from memory takes of it, and everything else."""
+    """Thread milliseconds of a product: what reading from memory takes of it, what reading from the last-level cache
+    takes, and everything else."""
 
     compute: float
     stream: float
+    cache: float
 
     @property
     def total(self) -> float:
-        """Both."""
-        return self.compute + self.stream
+        """All of it."""
+        return self.compute + self.stream + self.cache
 
     def scaled(self, factor: float) -> ProductMs:
         """So many times as much."""
-        return ProductMs(self.compute * factor, self.stream * factor)
+        return ProductMs(self.compute * factor, self.stream * factor, self.cache * factor)
 
 
 class Products:
@@ -144,11 +149,8 @@ class Products:
             n: columns.
             again: other rows have just been multiplied with the same weights, which the last-level cache still holds.
         """
-        if rows <= 16:
-            points: Sequence[int] = _GRID[:5]
-            at = rows
-        else:
-            points, at = _GRID, round_up(rows, 16)
+        points: Sequence[int] = _GRID
+        at = rows if rows <= _FEW else round_up(rows, 16)
         high = bisect.bisect_left(points, at)
         if high == len(points):
             return self._at(form, points[-1], k, n, again).scaled(at / points[-1])
@@ -160,7 +162,17 @@ class Products:
         return ProductMs(
             below.compute + (above.compute - below.compute) * share,
             below.stream + (above.stream - below.stream) * share,
+            below.cache + (above.cache - below.cache) * share,
         )
+
+    def lanes(self, rows: int) -> float:
+        """Rows that a narrow product takes as long as: whole panels of 16, but for few rows where a tier has a form for
+        them."""
+        few: list[float] = self.figures["few_tile_ns"][0]
+        if rows > len(few):
+            return round_up(rows, 16)
+        whole: float = self.figures["step_ns"][0][0]
+        return float(min(16 * few[rows - 1] / whole, 16.0))
 
     def _at(self, form: str, rows: int, k: int, n: int, again: bool) -> ProductMs:
         cached = again or self._from_cache
@@ -173,14 +185,14 @@ class Products:
     def _closed(self, form: str, rows: int, k: int, n: int, cached: bool) -> ProductMs:
         arithmetic = 2.0 * rows * k * n / self.peak_gflops * self.threads * 1e-6
         stream = 2.0 * k * n / self.figures["gbps"][2 if cached else 3] * self.threads * 1e-6
-        return ProductMs(arithmetic, 0.0) if arithmetic > stream else ProductMs(0.0, stream)
+        return ProductMs(arithmetic, 0.0, 0.0) if arithmetic > stream else ProductMs(0.0, stream, 0.0)
 
     def _evaluated(self, form: str, rows: int, k: int, n: int, cached: bool) -> ProductMs:
         groups = _EACH_THREAD * self.threads
         answer = self.evaluator.evaluate(shape_of(form, rows, k, n, groups, cached=cached))
         parts, scale = answer.parts, self.threads / groups
-        whole, stream = answer.milliseconds - parts["scheduling"] - parts["dispatch"], parts["dram"]
-        return ProductMs((whole - stream) * scale, stream * scale)
+        compute = answer.milliseconds - parts["scheduling"] - parts["dispatch"] - parts["dram"] - parts["l3"]
+        return ProductMs(compute * scale, parts["dram"] * scale, parts["l3"] * scale)
 
 
 def shape_of(form: str, rows: int, k: int, n: int, groups: int, *, cached: bool = False) -> GemmShape:

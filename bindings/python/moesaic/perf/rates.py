@@ -15,7 +15,7 @@ from moesaic.perf.machine import Machine
 __all__ = ["LayerRates", "rates_path"]
 
 SCHEMA = 1
-_MULTIPLES = ("direct", "unpack", "direct_stream", "unpack_stream", "low")
+_MULTIPLES = ("direct", "unpack", "direct_stream", "unpack_stream", "cache", "low")
 
 
 def rates_path(machine: Machine, threads: int) -> Path:
@@ -29,7 +29,8 @@ class LayerRates:
 
     Attributes:
         direct, unpack: products with base weights, as multiples of what the tile evaluator says, but for
-        direct_stream, unpack_stream: what it says that the weights' way from memory takes of them.
+        direct_stream, unpack_stream: what it says that reading from memory takes of them, and
+        cache: from the last-level cache.
         low: products with adapters and of their gradients, as multiples of the time at the compute ceiling.
         pack: ns for an element of a row that is gathered, rounded and laid out as tiles.
         swiglu_forward, swiglu_backward: ns for an element of Z.
@@ -49,6 +50,7 @@ class LayerRates:
     unpack: float
     direct_stream: float
     unpack_stream: float
+    cache: float
     low: float
     pack: float
     swiglu_forward: float
@@ -81,6 +83,7 @@ class LayerRates:
             unpack=1.6,
             direct_stream=1.15,
             unpack_stream=1.5,
+            cache=1.0,
             low=4.0,
             pack=max(1.5 * pack, 2 * memory),
             swiglu_forward=4.0 * pack,
