@@ -69,7 +69,7 @@ def test_a_model_is_evaluated_once(capsys, config):
     [
         (("--deployment", "decode", "--tokens", "4,8"), 26),
         (("--deployment", "decode", "--tokens", "4", "--tensor-parallel", "1,8"), 22),
-        (("--deployment", "train", "--tokens", "64", "--lora-rank", "8"), 28),
+        (("--deployment", "train", "--tokens", "64", "--lora-rank", "8"), 32),
         (("--tokens", "64", "--batch", "1,2"), 26),
     ],
 )

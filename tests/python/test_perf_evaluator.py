@@ -187,8 +187,32 @@ def test_tensor_parallel_and_training_shapes():
     sizes = {s.name: (s.k, s.n) for s in split}
     assert sizes["attention.o_proj"] == (2048, 7168) and sizes["experts.gate_up_proj"] == (7168, 512)
     assert sizes["attention.q_a_proj"] == (7168, 1536)  # every device has all of it
-    train = {s.name for s in perf.generate_transformer_gemm_shapes(DEEPSEEK_V3, [1], [64], training=True, lora_rank=8)}
-    assert {"experts.down_proj.backward", "experts.gate_up_lora", "attention.o_proj.backward"} <= train
+    train = perf.generate_transformer_gemm_shapes(DEEPSEEK_V3, [1], [64], training=True, lora_rank=8)
+    sizes = {(s.name, s.form, s.k, s.n) for s in train}
+    # B is a step more of the base products' contractions; P = dG B_g + dU B_u; Q = D B_d has the shape of X A^T.
+    assert {
+        ("attention.o_proj.backward", None, 7168, 16384),
+        ("experts.gate_up_proj", "direct", 7168 + 32, 4096),
+        ("experts.gate_up_lora", "direct", 7168, 32),
+        ("experts.down_lora", "unpack", 2048, 32),
+        ("experts.down_proj.backward", "direct", 7168 + 32, 2048),
+        ("experts.gate_up_proj.backward", "unpack", 4096 + 32, 7168),
+        ("experts.gate_up_lora.backward", "unpack", 4096, 32),
+    } <= sizes
+    # 64 tokens x 8 slots over 256 experts: 2 rows each, in one tile of the contraction.
+    gradients = {(s.name, s.groups, s.m, s.k, s.n) for s in train if s.form == "gradient"}
+    assert gradients == {
+        ("experts.down_lora.dA", 256, 2048, 32, 32),
+        ("experts.down_lora.dB", 256, 7168, 32, 32),
+        ("experts.gate_up_lora.dA", 256, 8, 64, 7168),
+    }  # dB of gate and up has the shape of dA of down
+    skewed = perf.generate_transformer_gemm_shapes(
+        DEEPSEEK_V3, [1], [4096], training=True, lora_rank=32, routing="concentrated:9"
+    )
+    lengths = {(s.groups, s.k) for s in skewed if s.name == "experts.down_lora.dB"}
+    assert all(k % 32 == 0 and k <= 384 for _, k in lengths)
+    assert sum(groups * k for groups, k in lengths) >= 8 * 4096
+    assert {s.k for s in skewed if s.name == "experts.down_lora.dA"} == {2 * k for _, k in lengths}  # two bf16 parts
 
 
 @pytest.mark.parametrize(

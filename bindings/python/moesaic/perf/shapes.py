@@ -6,6 +6,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from moesaic.perf.layer_plan import cut_jobs, round_up
 from moesaic.perf.model_config import TransformerConfig
 
 TYPES = {"bf16": 2, "fp32": 4}
@@ -279,16 +280,53 @@ def experts_shapes(
     def of(name: str, k: int, n: int, form: str, output: str, packed: bool) -> GemmShape:
         return GemmShape.skewed(rows, k=k, n=n, form=form, output=output, packed=packed, name=f"experts.{name}")
 
-    low = -(-lora_rank // 32) * 32
-    found = [of("gate_up_proj", hidden, 2 * intermediate, "direct", "bf16", False)]
+    low = round_up(lora_rank, 32)
+    # B is a further part of a base product's contraction: of ranks up to 16 both bf16 parts of what it is multiplied
+    # with share one step of it.
+    parts = 1 if lora_rank <= 16 else 2
+    found = [of("gate_up_proj", hidden + parts * low, 2 * intermediate, "direct", "bf16", False)]
     if lora_rank > 0:
         found += [of("gate_up_lora", hidden, low, "direct", "fp32", True)]
-    found += [of("down_proj", intermediate, hidden, "unpack", "bf16", True)]
+    found += [of("down_proj", intermediate + parts * low, hidden, "unpack", "bf16", True)]
     if lora_rank > 0:
         found += [of("down_lora", intermediate, low, "unpack", "fp32", True)]
     if training:
         found += [
-            of("down_proj.backward", hidden, intermediate, "direct", "fp32", False),
-            of("gate_up_proj.backward", 2 * intermediate, hidden, "unpack", "bf16", True),
+            of("down_proj.backward", hidden + parts * low, intermediate, "direct", "fp32", False),
+            of("gate_up_proj.backward", 2 * intermediate + parts * low, hidden, "unpack", "bf16", True),
         ]
+    if training and lora_rank > 0:
+        found += [
+            of("down_lora.backward", hidden, low, "direct", "fp32", True),
+            of("gate_up_lora.backward", 2 * intermediate, low, "unpack", "fp32", True),
+            *_adapter_gradients(rows, hidden, intermediate, lora_rank),
+        ]
+    return found
+
+
+def _adapter_gradients(rows: Sequence[int], hidden: int, intermediate: int, rank: int) -> list[GemmShape]:
+    """dA and dB: sums over the rows of a job, which are rounded up to whole tiles; jobs of one length in a shape."""
+    low, parts = round_up(rank, 32), 1 if rank <= 16 else 2
+    lengths = collections.Counter(round_up(job.rows, 32) for job in cut_jobs(rows, hidden, intermediate))
+    found = []
+    for length, jobs in sorted(lengths.items(), reverse=True):
+        # Name, rows and columns of the gradient as it is computed, parts of the contraction.
+        for name, m, n, times in (
+            ("down_lora.dA", intermediate, low, parts),
+            ("down_lora.dB", hidden, low, 1),
+            ("gate_up_lora.dA", rank, hidden, 2),
+            ("gate_up_lora.dB", intermediate, low, 1),
+        ):
+            found.append(
+                GemmShape(
+                    groups=jobs,
+                    m=m,
+                    k=times * length,
+                    n=n,
+                    output="fp32",
+                    form="gradient",
+                    packed=True,
+                    name=f"experts.{name}",
+                )
+            )
     return found
