@@ -50,7 +50,7 @@ MachineModel MachineOf(const py::dict& figures) {
   kernel.most_few_rows = static_cast<std::int64_t>(few[0].size());
   if (few[0].size() != few[1].size() || few[0].size() > kMostFewRows) {
     throw std::invalid_argument("figure few_tile_ns has " + std::to_string(few[0].size()) + " and " +
-                                std::to_string(few[1].size()) + " entries, expected equal numbers, at most 8");
+                                std::to_string(few[1].size()) + " entries, expected equal numbers, at most 16");
   }
   for (std::size_t form = 0; form < few.size(); ++form) {
     std::copy(few[form].begin(), few[form].end(), kernel.few_tile_ns[form].begin());

@@ -11,7 +11,7 @@ enum class MemoryLevel { kL1, kL2, kL3, kMemory };
 inline constexpr std::size_t kMemoryLevels = 4;
 
 /// Rows of activations, at most, for which a tier may have forms of their own (KernelTier::most_few_rows).
-inline constexpr std::size_t kMostFewRows = 8;
+inline constexpr std::size_t kMostFewRows = 16;
 
 /// What the kernels of one tier do on this machine, on one core with its operands in the L1 cache.
 struct KernelFigures {

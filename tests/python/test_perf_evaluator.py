@@ -149,11 +149,12 @@ def test_measured_figures_make_sense(monkeypatch):
     assert kernels.direct_gbps[1] <= machine.dram_gbps[1] and 1 <= kernels.overlap <= 3
     # The supply is what makes the model say what was measured.
     isa = machine.isa
-    told = measure._stream_gbps(machine, isa, 1, "direct", 16)
+    rows = measure._least_rows(kernels)
+    told = measure._stream_gbps(machine, isa, 1, "direct", rows)
     slower = measure._supply(machine, isa, 1, "direct", 0.8 * told)
     assert slower < kernels.direct_gbps[1]
     slow = measure._replaced(machine, isa, direct_gbps={1: slower})
-    assert measure._stream_gbps(slow, isa, 1, "direct", 16) == pytest.approx(0.8 * told, rel=1e-3)
+    assert measure._stream_gbps(slow, isa, 1, "direct", rows) == pytest.approx(0.8 * told, rel=1e-3)
     assert Machine.from_json(machine.to_json()) == machine
 
 

@@ -379,10 +379,10 @@ def _kernels_of(document: Any, where: str) -> Kernels:
     if (
         not isinstance(few, list)
         or len(few) != 2
-        or any(not isinstance(row, list) or len(row) > 8 for row in few)
+        or any(not isinstance(row, list) or len(row) > 16 for row in few)
         or len(few[0]) != len(few[1])
     ):
-        raise ValueError(f"{where}: few_tile_ns is {few!r}, expected two rows of equally many numbers, at most 8")
+        raise ValueError(f"{where}: few_tile_ns is {few!r}, expected two rows of equally many numbers, at most 16")
     values["few_tile_ns"] = tuple(
         tuple(_number(x, f"few_tile_ns[{i}][{j}]", where) for j, x in enumerate(row)) for i, row in enumerate(few)
     )

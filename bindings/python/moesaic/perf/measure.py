@@ -157,17 +157,18 @@ def _undisturbed(rate: Callable[[], float], isa: str, kernels: Kernels) -> float
 
 def _with_supply(machine: Machine, tier: str) -> Machine:
     """The machine with what a tier's kernels do with weights from memory. It is what makes the model say what they
-    took: their rate with 16 rows, where memory decides; and how much of it products hide, from so many rows that both
+    took: their rate with few rows, where memory decides; and how much of it products hide, from so many rows that both
     take about as long."""
     far, probe = _far(machine.l3_bytes), _core.MachineProbe(1)
     product_ns = machine.kernels[tier].step_ns[-1][0] / machine.kernels[tier].left_panels
-    balanced = 16 * min(max(round(1024 / machine.dram_gbps[1] / product_ns), 2), 12)
+    least = _least_rows(machine.kernels[tier])
+    balanced = min(max(16 * round(1024 / machine.dram_gbps[1] / product_ns), least + 16), 192)
     most_ns = machine.kernels[tier].undisturbed_ns
-    measured = {rows: probe.stream(tier, True, rows, far, most_ns) for rows in (16, balanced)}
+    measured = {rows: probe.stream(tier, True, rows, far, most_ns) for rows in (least, balanced)}
 
     def error(overlap: float) -> float:
         some = _replaced(machine, tier, overlap=overlap)
-        some = _replaced(some, tier, direct_gbps={1: _supply(some, tier, 1, "direct", measured[16])})
+        some = _replaced(some, tier, direct_gbps={1: _supply(some, tier, 1, "direct", measured[least])})
         return sum(abs(math.log(_stream_gbps(some, tier, 1, "direct", rows) / gbps)) for rows, gbps in measured.items())
 
     machine = _replaced(machine, tier, overlap=min(_OVERLAPS, key=error))
@@ -175,8 +176,13 @@ def _with_supply(machine: Machine, tier: str) -> Machine:
     for n in sorted({1, machine.threads}):
         probe = _core.MachineProbe(n)
         for form, found in rates.items():
-            found[n] = _supply(machine, tier, n, form, probe.stream(tier, form == "direct", 16, far, most_ns))
+            found[n] = _supply(machine, tier, n, form, probe.stream(tier, form == "direct", least, far, most_ns))
     return _replaced(machine, tier, direct_gbps=rates["direct"], unpack_gbps=rates["unpack"])
+
+
+def _least_rows(kernels: Kernels) -> int:
+    """The fewest whole panels of rows that cells compute, and no form for few rows."""
+    return 16 * (len(kernels.few_tile_ns[0]) // 16 + 1)
 
 
 def _replaced(machine: Machine, tier: str, **figures: Any) -> Machine:
@@ -187,14 +193,14 @@ def _replaced(machine: Machine, tier: str, **figures: Any) -> Machine:
 
 
 def _supply(machine: Machine, tier: str, threads: int, form: str, measured: float) -> float:
-    """The rate of weights from memory with which the model says what `MachineProbe.stream` measured with 16 rows; where
-    products hide the memory altogether, its bandwidth."""
+    """The rate of weights from memory with which the model says what `MachineProbe.stream` measured with the least
+    rows; where products hide the memory altogether, its bandwidth."""
     most = at_threads(machine.dram_gbps, threads)
-    low, high = most / 64, most
+    low, high, rows = most / 64, most, _least_rows(machine.kernels[tier])
     for _ in range(30):
         middle = math.sqrt(low * high)
         some = _replaced(machine, tier, **{f"{form}_gbps": {threads: middle}})
-        low, high = (middle, high) if _stream_gbps(some, tier, threads, form, 16) < measured else (low, middle)
+        low, high = (middle, high) if _stream_gbps(some, tier, threads, form, rows) < measured else (low, middle)
     return high
 
 

@@ -85,9 +85,9 @@ class ShapeRecorder:
         return _NoTime()
 
 
-# Rows at which products are evaluated. Between them time is linear in the rows, beyond 8 in whole panels of 16.
-_GRID = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384)
-_FEW = 8
+# Rows at which products are evaluated. Between them time is linear in the rows, beyond 16 in whole panels of 16.
+_GRID = (1, 2, 4, 8, 12, 16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384)
+_FEW = 16
 _USABLE = 0.75  # of the last-level cache
 _EACH_THREAD = 4  # groups in a question: enough that scheduling plays no part, and activations stay in cache
 
