@@ -1,12 +1,14 @@
 #include "bindings/profiling_bindings.h"
 
 #include <pybind11/stl.h>
-#include <time.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "moe/phases.h"
 #include "profiling/calls.h"
@@ -95,21 +97,20 @@ class OuterRange {
   std::optional<profiling::Range> range_;
 };
 
-double ThreadCpuNs() {
-  timespec now{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return static_cast<double>(now.tv_sec) * 1e9 + static_cast<double>(now.tv_nsec);
-}
-
-/// CPU time in ns that one range takes, the mean over those that a block of I opens in forward and backward (moe/), which are
-/// nearly all of a step's. Fused phases count, as they do in the timers: two of nine here.
-double TimeRanges(std::int64_t blocks) {
+/// What one range takes in ns, the mean over those that a block of I opens in forward and backward (moe/), which are nearly all
+/// of a step's: the median of many such blocks. Fused phases count, as they do in the timers: two of nine here.
+/// @param evicted_bytes  memory that is read before each block, so that the caches hold that instead of what ranges need
+double TimeRanges(std::int64_t blocks, std::int64_t evicted_bytes) {
   using moe::Phase;
   const profiling::GroupScope group(profiling::GroupOfCalls(0, false));
   const profiling::TaskScope task(1, 64);
   const profiling::Work work{1e7, 1e5};
-  const double start = ThreadCpuNs();
+  const std::vector<char> memory(static_cast<std::size_t>(evicted_bytes), 1);
+  std::vector<std::int64_t> times;
+  std::int64_t read = 0;
   for (std::int64_t i = 0; i < blocks; ++i) {
+    for (std::size_t byte = 0; byte < memory.size(); byte += 64) read += memory[byte];
+    const std::int64_t start = profiling::Now();
     {
       const moe::PhaseRange range(Phase::kGateUpGemm, work, {{Phase::kGateUpLora, work}});
     }
@@ -131,15 +132,18 @@ double TimeRanges(std::int64_t blocks) {
     {
       const moe::PhaseRange range(Phase::kGU3UpDB, work);
     }
+    times.push_back(profiling::Now() - start);
   }
-  return (ThreadCpuNs() - start) / (9.0 * static_cast<double>(blocks));
+  if (read < 0) throw std::logic_error("ones add up to less than nothing");  // so that they are read at all
+  std::nth_element(times.begin(), times.begin() + blocks / 2, times.end());
+  return static_cast<double>(times[static_cast<std::size_t>(blocks / 2)]) / 9.0;
 }
 
-/// The same for a reading of the clock, of which the pool takes two for a task while timers are on.
+/// What a reading of the clock takes in ns: the pool takes two for a task while timers are on.
 double TimeClock(std::int64_t count) {
-  const double start = ThreadCpuNs();
+  const std::int64_t start = profiling::Now();
   for (std::int64_t i = 0; i < count; ++i) profiling::Now();
-  return (ThreadCpuNs() - start) / static_cast<double>(count);
+  return static_cast<double>(profiling::Now() - start) / static_cast<double>(count);
 }
 
 template <typename Rows>
@@ -183,7 +187,7 @@ void BindProfiling(py::module_& module) {
   py::class_<OuterRange>(module, "OuterRange")
       .def(py::init<const std::string&>(), py::arg("name"))
       .def("close", &OuterRange::Close);
-  module.def("time_ranges", &TimeRanges, py::arg("blocks"));
+  module.def("time_ranges", &TimeRanges, py::arg("blocks"), py::arg("evicted_bytes") = 0);
   module.def("time_clock", &TimeClock, py::arg("count"));
   module.def("mute_nvtx", &profiling::nvtx::Mute, py::arg("muted"));
   module.def("start_trace", &profiling::StartTrace, py::arg("capacity") = profiling::kDefaultTraceCapacity);

@@ -27,8 +27,9 @@ constexpr RangeId kMaxRanges = 4096;
 constexpr RangeId kChunk = 64;
 
 // What one thread spent in one range. Written by its thread alone, read by snapshots at any time: hence atomics, and plain
-// loads and stores instead of locked additions.
-struct GroupSlot {
+// loads and stores instead of locked additions. One cache line each: between two ranges a task fills the caches with other
+// things.
+struct alignas(64) GroupSlot {
   std::atomic<std::int64_t> epoch{0};  // the Reset() since which the rest counts
   std::atomic<std::int64_t> calls{0};
   std::atomic<std::int64_t> thread_ns{0};
@@ -41,6 +42,7 @@ struct Slot : GroupSlot {
   std::atomic<std::int64_t> last_ns{0};
   std::atomic<bool> apportioned{false};
 };
+static_assert(sizeof(Slot) == 64 && sizeof(GroupSlot) == 64);
 
 template <typename T>
 void Add(std::atomic<T>& sum, T value) {

@@ -77,7 +77,7 @@ struct GroupStats {
   double bytes = 0;
 };
 /// Since the last Reset(), in the order of groups and ids; without group 0, kSum ranges and what was never entered. A group
-/// costs each thread that works for it about 3 KB, which are kept.
+/// costs each thread that works for it about 5 KB, which are kept.
 std::vector<GroupStats> GroupSnapshot();
 
 /// Counts one range that something else timed, such as a copy by a device, as if the calling thread had opened and closed it.

@@ -209,11 +209,12 @@ class OuterRange:
 def mute_nvtx(muted: bool) -> bool:
     """Hides an NVTX tool from the ranges that open from now on, or shows it again; whether there is one."""
 
-def time_ranges(blocks: int) -> float:
-    """CPU time in ns that a range takes, the mean over those of so many blocks of a forward and a backward."""
+def time_ranges(blocks: int, evicted_bytes: int = 0) -> float:
+    """What a range takes in ns, of those of a block of a forward and a backward; `blocks` of them, and so many bytes
+    read before each, so that the caches hold those."""
 
 def time_clock(count: int) -> float:
-    """CPU time in ns of one reading of the clock."""
+    """What a reading of the clock takes in ns."""
 
 def mark_entry() -> None: ...
 def mark_exit() -> None: ...
