@@ -26,15 +26,7 @@ void BackwardPass::ScatterAndPack(std::int64_t index, std::int64_t) {
   }
   {
     PhaseRange range(Phase::kD2Pack);
-    PackRowsArgs pack;
-    pack.rows = rows;
-    pack.dtype = d_out_.dtype;
-    pack.count = job.rows;
-    pack.columns = config.hidden_size;
-    DirectTiles(job, pack) = buffers.d;
-    pack.panels = buffers.d.panels;
-    pack.tile_columns = buffers.d.columns;
-    kernels.pack_rows(pack);
+    PackForDirect(job, rows, d_out_.dtype, buffers.d);
   }
   PhaseRange range(Phase::kD4LoraGrad, {.flops = 2.0 * job.rows * lora.down_rank() * config.hidden_size});
   DownLoraLow(job, buffers);

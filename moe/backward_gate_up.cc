@@ -147,18 +147,7 @@ void BackwardPass::GateUpBase(std::int64_t index, std::int64_t part) {
   segments.Add(weights.gate(job.expert, job.shard), buffers.d_gate);
   segments.Add(weights.up(job.expert, job.shard), buffers.d_up);
   if (lora.input_rank() > 0) segments.Add(LoraOf(job).matrix[kLoraA], buffers.p);
-  BFloat16* rows[kMaxChunkRows] = {};
-  const std::int32_t* slots = Slots(job);
-  for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = RowOf(job.shard, slots[i]);
-  UnpackGemmArgs gemm;
-  gemm.segments = segments;
-  gemm.panels = CeilDiv(job.rows, kPanelRows);
-  gemm.few_rows = FewRows(job);
-  gemm.first_column = columns.begin;
-  gemm.columns = columns.end - columns.begin;
-  gemm.rows = rows;
-  gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments) * 2));
-  kernels.unpack_gemm(gemm);
+  MultiplyToRows(job, segments, columns);
 }
 
 void BackwardPass::Merge(std::int64_t first) {

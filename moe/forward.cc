@@ -121,15 +121,7 @@ class ForwardPass : public Pass {
     }
     {
       PhaseRange range(Phase::kPackInput);
-      PackRowsArgs pack;
-      pack.rows = rows;
-      pack.dtype = hidden_.dtype;
-      pack.count = job.rows;
-      pack.columns = config.hidden_size;
-      DirectTiles(job, pack) = buffers.x;
-      pack.panels = buffers.x.panels;
-      pack.tile_columns = buffers.x.columns;
-      kernels.pack_rows(pack);
+      PackForDirect(job, rows, hidden_.dtype, buffers.x);
     }
     if (lora.input_rank() == 0) return;
     PhaseRange range(Phase::kGateUpLora, {.flops = 2.0 * job.rows * lora.input_rank() * config.hidden_size});
@@ -259,18 +251,7 @@ class ForwardPass : public Pass {
     Segments segments;
     segments.Add(weights.down_transposed(job.expert, job.shard), buffers.z);
     if (lora.down_rank() > 0) segments.Add(LoraOf(job).matrix[kLoraBDownT], buffers.v);
-    BFloat16* rows[kMaxChunkRows] = {};
-    const std::int32_t* slots = Slots(job);
-    for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = RowOf(job.shard, slots[i]);
-    UnpackGemmArgs gemm;
-    gemm.segments = segments;
-    gemm.panels = CeilDiv(job.rows, kPanelRows);
-    gemm.few_rows = FewRows(job);
-    gemm.first_column = columns.begin;
-    gemm.columns = columns.end - columns.begin;
-    gemm.rows = rows;
-    gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(gemm.segments) * 2));
-    kernels.unpack_gemm(gemm);
+    MultiplyToRows(job, segments, columns);
   }
 
   /// out[t] = sum over the token's slots, in their order, of w Y; Y is the sum over the shards, in theirs.

@@ -170,6 +170,33 @@ void Pass::EndJob(void* pass, std::int64_t job, int worker) {
   self.free_slots_[self.jobs[job].shard]->Free(self.slot_of_job_[static_cast<std::size_t>(job)], worker);
 }
 
+void Pass::PackForDirect(const Job& job, const void* const* rows, DType dtype, const TileMatrix& tiles) const {
+  PackRowsArgs pack;
+  pack.rows = rows;
+  pack.dtype = dtype;
+  pack.count = job.rows;
+  pack.columns = config.hidden_size;
+  (FewRows(job) > 0 ? pack.stored : pack.pairs) = tiles;
+  pack.panels = tiles.panels;
+  pack.tile_columns = tiles.columns;
+  kernels.pack_rows(pack);
+}
+
+void Pass::MultiplyToRows(const Job& job, std::span<const GemmSegment> segments, Range columns) const {
+  BFloat16* rows[kMaxChunkRows] = {};
+  const std::int32_t* slots = Slots(job);
+  for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = RowOf(job.shard, slots[i]);
+  UnpackGemmArgs gemm;
+  gemm.segments = segments;
+  gemm.panels = CeilDiv(job.rows, kPanelRows);
+  gemm.few_rows = FewRows(job);
+  gemm.first_column = columns.begin;
+  gemm.columns = columns.end - columns.begin;
+  gemm.rows = rows;
+  gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(segments) * 2));
+  kernels.unpack_gemm(gemm);
+}
+
 void Pass::PackSplit(float* values, std::int64_t rows, std::int64_t columns, std::int64_t ld, TileKind kind,
                      const SplitTiles& tiles) const {
   std::vector<const void*> pointers(static_cast<std::size_t>(rows));
