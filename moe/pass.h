@@ -165,8 +165,8 @@ class Pass {
 
   /// The few_rows of a job's GEMMs: its rows where the tier has a form for so few, else 0.
   std::int64_t FewRows(const Job& job) const { return job.rows <= kernels.most_few_rows ? job.rows : 0; }
-  /// What a direct GEMM takes a job's activations as: pairs, or stored tiles where its rows are few. `rows`: one pointer for each
-  /// row of the job, to H values.
+  /// What a direct GEMM takes a job's activations as: pairs, or stored tiles where its rows are few. `rows`: one pointer for
+  /// each row of the job, to H values.
   void PackForDirect(const Job& job, const void* const* rows, DType dtype, const TileMatrix& tiles) const;
 
   /// The unpack form for a range of tile columns of H, rounded to bf16, to the job's rows of workspace->rows.
