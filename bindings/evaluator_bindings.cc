@@ -13,6 +13,7 @@
 
 #include "bindings/unlocked.h"
 #include "cpu_kernels/kernels.h"
+#include "cpu_kernels/tile_evaluator.h"
 #include "cpu_kernels/tile_evaluator/gemm_model.h"
 #include "profiling/bench/grouped_gemm.h"
 #include "threadpool/pool.h"
@@ -224,6 +225,14 @@ void RegisterEvaluator(py::module_& module) {
   for (std::size_t i = 0; i < kGemmParts; ++i) parts.append(std::string(GemmPartName(static_cast<GemmPart>(i))));
   module.attr("gemm_parts") = py::tuple(parts);
   module.attr("gemm_model_version") = kGemmModelVersion;
+  module.def("chunk_rows", &ChunkRows, py::arg("hidden"), py::arg("intermediate"));
+  module.def(
+      "choose_blocking",
+      [](std::int64_t jobs, std::int64_t hidden, std::int64_t intermediate, int threads, std::int64_t slots) {
+        const Blocking b = ChooseBlocking({jobs, 1, hidden, intermediate, threads, slots});
+        return std::tuple(b.intermediate_units_per_task, b.hidden_columns_per_task, b.tail_jobs, b.tail_parts);
+      },
+      py::arg("jobs"), py::arg("hidden"), py::arg("intermediate"), py::arg("threads"), py::arg("slots"));
   py::class_<Evaluator>(module, "TileEvaluator", "The GEMM model of one machine; cpu_kernels/tile_evaluator/gemm_model.h.")
       .def(py::init<const py::dict&>(), py::arg("figures"))
       .def("choose", &Evaluator::Choose, py::arg("shapes"), py::arg("space"))

@@ -344,6 +344,12 @@ def measure_kernels(isa: str) -> KernelRow: ...
 def measure_cell(isa: str) -> float:
     """Nanoseconds of a call of the widest cell with six steps, on the calling thread."""
 
+def chunk_rows(hidden: int, intermediate: int) -> int:
+    """Most rows of one job; cpu_kernels/tile_evaluator.h."""
+
+def choose_blocking(jobs: int, hidden: int, intermediate: int, threads: int, slots: int) -> tuple[int, int, int, int]:
+    """Units of 128 rows of I and tile columns of H of a task; the last jobs, which are cut finer, and how many times."""
+
 gemm_parts: tuple[str, ...]
 gemm_model_version: int
 _Problem = tuple[Sequence[int], int, int, int, int, float, str, bool, bool]

@@ -1,8 +1,9 @@
 """What the engine does in one call of an experts layer: jobs, stages, tasks, and how long they keep the threads.
 
-The rules are those of `moe/jobs.cc`, `moe/pass.cc` and `cpu_kernels/tile_evaluator.cc`: rows of one expert are cut into
-jobs, a job is a chain of stages, a stage is cut into parts where there are few jobs, a job is carried on by the worker
-that has its activations in cache, and jobs begin in order.
+Sizes of jobs and tasks are asked of the engine (`cpu_kernels/tile_evaluator.h`). The rest follows the rules of
+`moe/jobs.cc` and `moe/pass.cc`: rows of one expert are cut into jobs, a job is a chain of stages, a stage is cut into
+parts where there are few jobs, a job is carried on by the worker that has its activations in cache, and jobs begin in
+order.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["Cut", "Job", "JobCut", "Schedule", "Stage", "chunk_rows", "cut_jobs", "run_jobs"]
+from moesaic import _core
 
-_MIB = 1 << 20
+__all__ = ["Cut", "Job", "JobCut", "Schedule", "Stage", "cut_jobs", "run_jobs"]
+
 _TILE_COLUMNS = 32
 _INTERMEDIATE_UNIT = 128
-_MOST_CHUNK_ROWS = 384
 TOKENS_PER_MERGE = 32
 
 
@@ -32,14 +33,6 @@ def round_up(a: int, b: int) -> int:
     return ceil_div(a, b) * b
 
 
-def chunk_rows(hidden: int, intermediate: int) -> int:
-    """Most rows of one job: ChunkRows() of the engine."""
-    row_bytes = 6 * hidden + 10 * intermediate
-    most = 13 * _MIB // 2 // row_bytes // 32 * 32
-    least = 22 * _MIB // row_bytes // 32 * 32
-    return min(max(most, min(max(least, 32), 128)), _MOST_CHUNK_ROWS)
-
-
 class Job(NamedTuple):
     """Rows of one expert that are computed together; `first`: no other job of this expert comes before."""
 
@@ -50,7 +43,7 @@ class Job(NamedTuple):
 
 def cut_jobs(rows: Sequence[int], hidden: int, intermediate: int) -> list[Job]:
     """The jobs of a call, in the order in which they begin. @param rows of each expert."""
-    most = chunk_rows(hidden, intermediate)
+    most = _core.chunk_rows(hidden, intermediate)
     jobs = []
     for expert, count in enumerate(rows):
         if count == 0:
@@ -81,13 +74,10 @@ class JobCut:
     @staticmethod
     def choose(jobs: int, hidden: int, intermediate: int, threads: int, slots: int) -> JobCut:
         """ChooseBlocking() of the engine. @param slots  jobs whose activations fit the scratch memory at a time."""
-        in_flight = min(slots, jobs) if slots < threads else jobs
-        tasks = max(1, ceil_div(3 * threads, max(1, in_flight)))
         units, columns = ceil_div(intermediate, _INTERMEDIATE_UNIT), ceil_div(hidden, _TILE_COLUMNS)
-        wanted = 1 if threads == 1 else tasks
-        units_per_task = ceil_div(units, min(units, wanted))
-        columns_per_task = min(columns, round_up(ceil_div(columns, wanted), 8))
-        tail_jobs, tail_parts = (min(jobs, threads), 4) if tasks == 1 and threads > 1 else (0, 1)
+        units_per_task, columns_per_task, tail_jobs, tail_parts = _core.choose_blocking(
+            jobs, hidden, intermediate, threads, slots
+        )
         tail_units = ceil_div(units_per_task, tail_parts)
         tail_columns = columns_per_task
         if tail_parts > 1:
