@@ -348,7 +348,7 @@ def chunk_rows(hidden: int, intermediate: int) -> int:
     """Most rows of one job; cpu_kernels/tile_evaluator.h."""
 
 def choose_blocking(jobs: int, hidden: int, intermediate: int, threads: int, slots: int) -> tuple[int, int, int, int]:
-    """Units of 128 rows of I and tile columns of H of a task; the last jobs, which are cut finer, and how many times."""
+    """Units of 128 rows of I and tile columns of H of a task; the last jobs, cut finer, and how many times finer."""
 
 gemm_parts: tuple[str, ...]
 gemm_model_version: int
