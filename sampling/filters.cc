@@ -9,6 +9,7 @@
 #include "cpu_kernels/tensor_access.h"
 #include "sampling/retain.h"
 #include "sampling/row.h"
+#include "sampling/stages.h"
 
 namespace moesaic::sampling {
 namespace {
@@ -20,7 +21,8 @@ constexpr double kDoubt = 6e-7;
 constexpr double kBias = 5e-9;
 /// So many blocks may hold the nucleus of a peaked distribution.
 constexpr std::int64_t kPeakedBlocks = 64;
-constexpr std::int64_t kSampled = 4096;
+/// A bracket with no more of the elements is collected in the first pass.
+constexpr float kNarrow = 0.25f;
 constexpr int kMostMoves = 4;
 
 /// Of blocks' maxima: the n-th largest.
@@ -30,28 +32,6 @@ float NthLargest(const float* max, std::int64_t blocks, std::int64_t n) {
   return copy[static_cast<std::size_t>(n - 1)];
 }
 
-/// Some 4,096 logits in runs of 16 that are spread evenly over a long row, finite ones alone.
-struct RowSample {
-  std::vector<float> values;
-  std::vector<std::int32_t> columns;
-
-  explicit RowSample(const LogitRow& row) {
-    const TensorView view{const_cast<void*>(row.data), row.dtype, 2, {1, row.size, 0}, {0, 1, 0}};
-    constexpr std::int64_t kRun = 16;
-    constexpr std::int64_t kRuns = kSampled / kRun;
-    for (std::int64_t run = 0; run < kRuns; ++run) {
-      const std::int64_t first = run * (row.size - kRun) / (kRuns - 1);
-      for (std::int64_t i = first; i < first + kRun; ++i) {
-        const float x = LoadFloat(view, 0, i);
-        if (x == -std::numeric_limits<float>::infinity()) continue;
-        values.push_back(x);
-        columns.push_back(static_cast<std::int32_t>(i));
-      }
-    }
-  }
-  std::int64_t size() const { return static_cast<std::int64_t>(values.size()); }
-};
-
 }  // namespace
 
 /// A value that at least k elements reach, and few more.
@@ -60,11 +40,14 @@ float Row::BoundOfTopK() const {
   // The k-th largest of the blocks' maxima: k blocks have an element that reaches it.
   if (4 * k <= blocks) return std::max(kLowest, NthLargest(scratch_->max, blocks, k));
   if (IsSmall()) return kLowest;
-  const RowSample sample(logits_);
-  const double expected = static_cast<double>(k) * kSampled / static_cast<double>(logits_.size);
+  std::array<float, kSamplingSample> sample;
+  std::array<std::int32_t, kSamplingSample> columns{};
+  kernels_.sample(logits_, sample.data());
+  const double expected = static_cast<double>(k) * kSamplingSample / static_cast<double>(logits_.size);
   const double rank = std::ceil(expected + 4 * std::sqrt(expected) + 4);
-  if (rank >= static_cast<double>(sample.size())) return kLowest;
-  return scratch_->finder.Find({sample.values.data(), sample.columns.data(), nullptr, sample.size()}, rank).cut.value;
+  const auto finite = std::remove(sample.begin(), sample.end(), -kInfinity) - sample.begin();
+  if (rank >= static_cast<double>(finite)) return kLowest;
+  return scratch_->finder.Find({sample.data(), columns.data(), nullptr, finite}, rank).cut.value;
 }
 
 void Row::TakeTopK() {
@@ -92,82 +75,51 @@ bool Row::PlanTopP() {
     Retain([&](std::int64_t i) { return cut.Keeps(scratch_->values[i], scratch_->columns[i]); });
     return false;
   }
-  // A peaked distribution has its nucleus in the blocks with the largest maxima. Their whole mass tells first whether that may
-  // be.
   const std::int64_t blocks = logits_.blocks();
-  const double target = options_.top_p * total_;
-  const float bound = std::max(kLowest, NthLargest(scratch_->max, blocks, std::min(kPeakedBlocks, blocks / 4)));
-  double most = 0, squares = 0;
-  for (std::int64_t b = 0; b < blocks; ++b) {
-    most += scratch_->max[b] >= bound ? scratch_->mass[b] : 0.0;
-    squares += scratch_->mass[b] * scratch_->mass[b];
-  }
+  double squares = 0;
+  for (std::int64_t b = 0; b < blocks; ++b) squares += scratch_->mass[b] * scratch_->mass[b];
   doubt_ = kDoubt * std::sqrt(squares) + kBias * total_;
-  if (most > target) {
-    Collect(bound, kInfinity, nullptr);
-    WeighList();
-    if (ListWeight() > target + doubt_) {
-      low_ = bound;
-      high_ = kInfinity;
-      FinishTopP();
-      return false;
-    }
+  if (is_narrow_) {
+    kernels_.block_mass({scratch_->max, scratch_->above, blocks, max_, 1 / temperature_, scratch_->mass});
+    JoinPieces();
+    FinishTopP();
+    return false;
   }
-  BracketTopP();
+  if (TakePeak(options_.top_p * total_)) return false;
+  // Elements this far below the maximum add up to less than the mass that is left out, so the boundary is above them.
+  const double depth = temperature_ * std::log((1 - options_.top_p) * total_ / static_cast<double>(logits_.size));
+  low_ = std::max(low_, static_cast<float>(std::max(static_cast<double>(kLowest), static_cast<double>(max_) + depth)));
+  if (high_ <= low_) high_ = kInfinity;
   return true;
 }
 
-/// Three standard deviations around where a sample has the boundary. The share of the mass above it, estimated from n of V
-/// elements, has the variance of sum w_i (I_i - p) / sum w_i, where I_i says whether element i is above.
-void Row::BracketTopP() {
-  const double p = options_.top_p;
-  // Elements this far below the maximum add up to less than the mass that is left out, so the boundary is above them.
-  const double depth = temperature_ * std::log((1 - p) * total_ / static_cast<double>(logits_.size));
-  low_ = std::max(kLowest, static_cast<float>(std::max(static_cast<double>(kLowest), static_cast<double>(max_) + depth)));
-  high_ = kInfinity;
-  const RowSample sample(logits_);
-  if (sample.size() < kSampled / 4) return;
-  std::vector<double> weights(sample.values.size());
-  kernels_.weights({sample.values.data(), sample.size(), max_, temperature_, weights.data()});
-
-  // By bins of the value: weights, and their squares.
-  constexpr std::size_t kBins = 1024;
-  struct Bin {
-    double weight = 0, square = 0;
-  };
-  std::array<Bin, kBins> bins;
-  const auto [least, most] = std::minmax_element(sample.values.begin(), sample.values.end());
-  const double top = *most, range = top - static_cast<double>(*least);
-  if (range == 0) return;
-  const double scale = (kBins - 0.5) / range;
-  Bin all;
-  for (std::size_t i = 0; i < weights.size(); ++i) {
-    const double w = weights[i];
-    Bin& bin = bins[static_cast<std::size_t>(static_cast<std::int32_t>((top - static_cast<double>(sample.values[i])) * scale))];
-    bin.weight += w;
-    bin.square += w * w;
-    all.weight += w;
-    all.square += w * w;
+/// A peaked distribution has its nucleus in the blocks with the largest maxima. Their whole mass tells first whether that may
+/// be.
+bool Row::TakePeak(double target) {
+  const std::int64_t blocks = logits_.blocks();
+  for (std::int64_t n = std::min(kPeakedBlocks, blocks / 4); n <= blocks / 2; n *= 2) {
+    const float bound = std::max(kLowest, NthLargest(scratch_->max, blocks, n));
+    double most = 0;
+    for (std::int64_t b = 0; b < blocks; ++b) most += scratch_->max[b] >= bound ? scratch_->mass[b] : 0.0;
+    if (most <= target) continue;
+    Collect(bound, kInfinity, nullptr);
+    WeighList();
+    if (ListWeight() <= target + doubt_) continue;
+    low_ = bound;
+    high_ = kInfinity;
+    FinishTopP();
+    return true;
   }
-  /// The first bin up to whose end the weights reach `target`, and the squares before that end.
-  const auto find = [&](double target) {
-    Bin before;
-    std::size_t i = 0;
-    for (; i < kBins; ++i) {
-      before.square += bins[i].square;
-      before.weight += bins[i].weight;
-      if (before.weight >= target) break;
-    }
-    return std::pair(i, before.square);
-  };
-  const double above = find(p * all.weight).second;
-  const double variance = above * (1 - p) * (1 - p) + (all.square - above) * p * p;
-  const double spread = 3 * std::sqrt(variance) + std::sqrt(all.square / static_cast<double>(weights.size()));
-  const double from = p * all.weight - spread, to = p * all.weight + spread;
-  const auto end_of = [&](std::size_t bin) { return static_cast<float>(top - static_cast<double>(bin + 1) / scale); };
-  if (to < all.weight) low_ = std::max(low_, end_of(find(to).first));
-  if (from > 0) high_ = end_of(find(from).first) + static_cast<float>(1 / scale);
-  if (high_ <= low_) high_ = kInfinity;
+  return false;
+}
+
+/// Before the first pass, which then may collect the bracket on its way.
+void Row::BracketTopP() {
+  StageRange range(Stage::kSelect);
+  const TopPBracket bracket = kernels_.bracket_top_p({logits_, 1 / temperature_, options_.top_p});
+  low_ = bracket.low;
+  high_ = bracket.high;
+  is_narrow_ = bracket.share <= kNarrow;
 }
 
 /// The bracket has been collected: `list` holds it and the masses what is above. Finds the boundary, in double precision where
@@ -229,16 +181,18 @@ void Row::FinishTopP() {
   }
 }
 
-/// Of the list what cut_ keeps. Adds 0 for the others instead of asking: that could not be predicted.
+/// Of the list what cut_ keeps. Adds 0 for the others instead of asking, which could not be predicted, and from four parts in
+/// turn: in one block, each addition waits for the one before.
 void Row::AddListToMasses() {
-  for (std::int64_t i = 0; i < count_;) {
-    const std::int64_t b = scratch_->columns[i] / kSamplingBlock;
-    double sum = 0;
-    for (; i < count_ && scratch_->columns[i] / kSamplingBlock == b; ++i) {
-      sum += scratch_->weights[i] * (cut_.Keeps(scratch_->values[i], scratch_->columns[i]) ? 1.0 : 0.0);
-    }
-    scratch_->mass[b] += sum;
+  const auto add = [&](std::int64_t i) {
+    const bool keeps = cut_.Keeps(scratch_->values[i], scratch_->columns[i]);
+    scratch_->mass[scratch_->columns[i] / kSamplingBlock] += scratch_->weights[i] * static_cast<double>(keeps);
+  };
+  const std::int64_t part = count_ / 4;
+  for (std::int64_t i = 0; i < part; ++i) {
+    for (int j = 0; j < 4; ++j) add(j * part + i);
   }
+  for (std::int64_t i = 4 * part; i < count_; ++i) add(i);
 }
 
 /// The least logit whose probability is min_p of the largest one's: rounding aside, max + T log(min_p).

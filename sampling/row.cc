@@ -33,6 +33,7 @@ void RowScratch::Ensure(std::int64_t vocabulary, std::int64_t pieces) {
     Carver carver(base);
     max = carver.Take<float>(blocks);
     sum = carver.Take<float>(blocks);
+    above = carver.Take<float>(blocks);
     mass = carver.Take<double>(blocks);
     values = carver.Take<float>(listed);
     columns = carver.Take<std::int32_t>(listed);
@@ -61,11 +62,14 @@ bool Row::NeedsSums() const {
   return options_.min_p == 0 && options_.typical_p == 1;
 }
 
+/// Whether top_p cuts what the sums are of.
+bool Row::CutsSums() const { return !Greedy() && NeedsSums() && options_.top_p < 1; }
+
 void Row::Begin(std::int64_t row, RowScratch* scratch, const std::vector<Piece>* pieces) {
   index_ = row;
   scratch_ = scratch;
   pieces_ = pieces;
-  listed_ = pending_ = false;
+  listed_ = pending_ = is_narrow_ = false;
   count_ = 0;
   cut_ = Cut();
   const TensorView& logits = args_.logits;
@@ -75,6 +79,7 @@ void Row::Begin(std::int64_t row, RowScratch* scratch, const std::vector<Piece>*
                                                      options_.presence_penalty != 0);
   if (logits.stride[1] != 1 || penalties) Pack();
   if (penalties) Penalise();
+  if (CutsSums()) BracketTopP();
 }
 
 void Row::Pack() {
@@ -106,7 +111,17 @@ void Row::Scan(std::int64_t piece) {
   const auto [first, last] = (*pieces_)[static_cast<std::size_t>(piece)];
   StageRange range(sums ? Stage::kSoftmax : Stage::kSelect,
                    std::min((last - first) * kSamplingBlock, logits_.size) * SizeOf(logits_.dtype));
-  kernels_.scan_blocks({logits_, first, last, 1 / temperature_, scratch_->max, sums ? scratch_->sum : nullptr});
+  ScanBlocksArgs scan{logits_, first, last, 1 / temperature_, scratch_->max};
+  if (sums) scan.sum = scratch_->sum;
+  if (is_narrow_) {
+    const std::int64_t place = PlaceOf(piece);
+    scan.above = scratch_->above;
+    scan.low = low_;
+    scan.high = high_;
+    scan.values = scratch_->values + place;
+    scan.columns = scratch_->columns + place;
+  }
+  scratch_->piece_counts[static_cast<std::size_t>(piece)] = kernels_.scan_blocks(scan);
 }
 
 void Row::FindMaximum() {
@@ -128,6 +143,7 @@ void Row::ShareInfinities() {
     scratch_->packed[i] = LoadFloat(view, 0, i) == kInfinity ? 0.0f : -kInfinity;
   }
   logits_ = {scratch_->packed, DType::kFloat32, logits_.size};
+  is_narrow_ = false;
   kernels_.scan_blocks({logits_, 0, logits_.blocks(), 1 / temperature_, scratch_->max, NeedsSums() ? scratch_->sum : nullptr});
   max_ = 0;
 }
@@ -167,17 +183,22 @@ Choice Row::Finish() {
 void Row::CollectPiece(std::int64_t piece) {
   const auto [first, last] = (*pieces_)[static_cast<std::size_t>(piece)];
   StageRange range(Stage::kSelect, std::min((last - first) * kSamplingBlock, logits_.size) * SizeOf(logits_.dtype));
-  const std::int64_t place = first * kSamplingBlock + 16 * piece;
+  const std::int64_t place = PlaceOf(piece);
   scratch_->piece_counts[static_cast<std::size_t>(piece)] =
       kernels_.collect({logits_, first, last, scratch_->max, low_, high_, max_, 1 / temperature_, scratch_->mass,
                         scratch_->values + place, scratch_->columns + place});
+}
+
+/// Where the list of a piece begins, with room for all its elements and 16 more.
+std::int64_t Row::PlaceOf(std::int64_t piece) const {
+  return (*pieces_)[static_cast<std::size_t>(piece)].first * kSamplingBlock + 16 * piece;
 }
 
 /// The lists of the pieces become one.
 void Row::JoinPieces() {
   count_ = 0;
   for (std::size_t piece = 0; piece < pieces_->size(); ++piece) {
-    const std::int64_t place = (*pieces_)[piece].first * kSamplingBlock + 16 * static_cast<std::int64_t>(piece);
+    const std::int64_t place = PlaceOf(static_cast<std::int64_t>(piece));
     const std::int64_t count = scratch_->piece_counts[piece];
     std::memmove(scratch_->values + count_, scratch_->values + place, static_cast<std::size_t>(count) * sizeof(float));
     std::memmove(scratch_->columns + count_, scratch_->columns + place, static_cast<std::size_t>(count) * sizeof(std::int32_t));
@@ -192,7 +213,15 @@ void Row::Collect(float low, float high, double* mass) {
 
 void Row::WeighList() { kernels_.weights({scratch_->values, count_, max_, temperature_, scratch_->weights}); }
 
-double Row::ListWeight() const { return std::accumulate(scratch_->weights, scratch_->weights + count_, 0.0); }
+/// Four sums: one addition would wait for the other.
+double Row::ListWeight() const {
+  double sums[4] = {};
+  for (std::int64_t i = 0; i < count_ / 4 * 4; i += 4) {
+    for (std::int64_t j = 0; j < 4; ++j) sums[j] += scratch_->weights[i + j];
+  }
+  for (std::int64_t i = count_ / 4 * 4; i < count_; ++i) sums[0] += scratch_->weights[i];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
 
 /// The tokens that are left as a list, where they are not one.
 void Row::ListKept() {

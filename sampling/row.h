@@ -20,6 +20,7 @@ struct RowScratch {
   float* packed = nullptr;  ///< [V] the row, where it cannot be read in place
   float* max = nullptr;     ///< [blocks]
   float* sum = nullptr;     ///< [blocks]
+  float* above = nullptr;   ///< [blocks]
   double* mass = nullptr;   ///< [blocks]
   float* values = nullptr;  ///< [V + 16 a piece] a list of elements: their logits, columns and weights
   std::int32_t* columns = nullptr;
@@ -67,6 +68,7 @@ class Row {
   bool HasTopK() const { return options_.top_k > 0 && options_.top_k < logits_.size; }
   bool IsSmall() const;
   bool NeedsSums() const;
+  bool CutsSums() const;
 
   void Pack();
   void Penalise();
@@ -76,6 +78,7 @@ class Row {
   // The list: elements with low <= x <= high.
   ElementList List() const { return {scratch_->values, scratch_->columns, scratch_->weights, count_}; }
   void Collect(float low, float high, double* mass);
+  std::int64_t PlaceOf(std::int64_t piece) const;
   void JoinPieces();
   void WeighList();
   double ListWeight() const;
@@ -85,8 +88,9 @@ class Row {
   // Filters (filters.cc). Each leaves the kept tokens as the list, or as cut_ and the masses of the blocks.
   void TakeTopK();
   float BoundOfTopK() const;
-  bool PlanTopP();
   void BracketTopP();
+  bool PlanTopP();
+  bool TakePeak(double target);
   void FinishTopP();
   void TakeMinP();
   float BoundOfMinP() const;
@@ -117,6 +121,7 @@ class Row {
   double total_ = 0;          // mass of the row, relative to its largest logit
   double doubt_ = 0;          // by how much the fast sums may be off
   float low_ = 0, high_ = 0;  // the bracket around the boundary of top_p
+  bool is_narrow_ = false;    // few elements are in the bracket: the first pass collects them
 };
 
 }  // namespace moesaic::sampling

@@ -1,6 +1,8 @@
 // Loading logits, 16 at a time as fp32, and powers of them.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu_kernels/float16.h"
 #include "cpu_kernels/sampling/sampling_kernels.h"
 #include "cpu_kernels/simd.h"
@@ -29,6 +31,16 @@ MOESAIC_INLINE F32x16 LoadLogits(const Float16* p) {
   for (int i = 0; i < 16; ++i) values[i] = ToFloat(p[i]);
   return LoadF32(values);
 #endif
+}
+
+/// -infinity.
+template <typename T>
+MOESAIC_INLINE T LowestOf() {
+  if constexpr (std::is_same_v<T, float>) {
+    return -kInfinity;
+  } else {
+    return __builtin_bit_cast(T, static_cast<std::uint16_t>(std::is_same_v<T, BFloat16> ? 0xff80 : 0xfc00));
+  }
 }
 
 /// The first n < 16; the others read as -infinity.
@@ -60,23 +72,51 @@ MOESAIC_INLINE F32x16 Larger(F32x16 a, F32x16 b) {
 #endif
 }
 
-/// In one order, whatever the instruction set: pairs 8 lanes apart, then 4, 2, 1.
+/// `weight` where x > high, and 0 elsewhere.
+MOESAIC_INLINE F32x16 WhereAbove(F32x16 x, F32x16 high, F32x16 weight) {
+#if defined(__AVX512F__)
+  return (F32x16)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)high, _CMP_GT_OQ), (__m512)weight);
+#else
+  float v[16], most[16], w[16];
+  std::memcpy(v, &x, sizeof(x));
+  std::memcpy(most, &high, sizeof(high));
+  std::memcpy(w, &weight, sizeof(weight));
+  for (int i = 0; i < 16; ++i) w[i] = v[i] > most[i] ? w[i] : 0.0f;
+  return LoadF32(w);
+#endif
+}
+
+/// The lanes combined in one order, whatever the instruction set: those 8 apart, then 4, 2, 1.
 MOESAIC_INLINE float SumOfLanes(F32x16 v) {
+#if defined(__AVX512DQ__)
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
   float x[16];
   std::memcpy(x, &v, sizeof(v));
   for (int step = 8; step > 0; step /= 2) {
     for (int i = 0; i < step; ++i) x[i] += x[i + step];
   }
   return x[0];
+#endif
 }
 
 MOESAIC_INLINE float LargestOfLanes(F32x16 v) {
+#if defined(__AVX512DQ__)
+  const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
   float x[16];
   std::memcpy(x, &v, sizeof(v));
   for (int step = 8; step > 0; step /= 2) {
     for (int i = 0; i < step; ++i) x[i] = x[i] > x[i + step] ? x[i] : x[i + step];
   }
   return x[0];
+#endif
 }
 
 /// e^(d / T) for d <= 0, as 2^(d c) with c = log2(e) / T in two parts, so that the argument is not rounded: relative error

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "cpu_kernels/tensor_view.h"
 
@@ -25,9 +26,30 @@ struct LogitRow {
   std::int64_t blocks() const { return (size + kSamplingBlock - 1) / kSamplingBlock; }
 };
 
+/// How many logits of a row are taken as a sample.
+inline constexpr std::int64_t kSamplingSample = 4096;
+
+/// Where the sample of a row of at least 16 expects the logit down to which the probabilities sum up to top_p: some standard
+/// deviations around it. The share of the mass above it, estimated from n elements, has the variance of
+/// sum w_i (I_i - p) / sum w_i, where I_i says whether element i is above. Logits may be of any kind; those that are not finite
+/// do not count.
+struct TopPBracketArgs {
+  LogitRow row;
+  double inverse_temperature = 1;
+  double top_p = 1;
+};
+struct TopPBracket {
+  float low = std::numeric_limits<float>::lowest();  ///< this and infinity: the sample cannot say
+  float high = std::numeric_limits<float>::infinity();
+  float share = 1;  ///< of the sample's elements that are inside
+};
+
 /// For blocks b in [first, last):
 ///   max[b] = max of x; NaN if there is a NaN
 ///   sum[b] = sum of e^((x - max[b]) / T), to 2e-7; 0 where the maximum is infinite; left out where `sum` is null
+///   above[b] = the same over x > high
+/// and the elements with low <= x <= high of blocks with a finite maximum, in the order of their columns; both left out where
+/// `above` is null.
 struct ScanBlocksArgs {
   LogitRow row;
   std::int64_t first = 0;
@@ -35,6 +57,11 @@ struct ScanBlocksArgs {
   double inverse_temperature = 1;
   float* max = nullptr;
   float* sum = nullptr;
+  float* above = nullptr;  ///< with `sum`
+  float low = 0;
+  float high = 0;
+  float* values = nullptr;  ///< room for every element of the blocks and 16 more
+  std::int32_t* columns = nullptr;
 };
 
 /// mass[b] = sum[b] e^((max[b] - reference) / T) for b < count.
@@ -111,7 +138,10 @@ struct RaceArgs {
 
 /// The kernels of one tier.
 struct SamplingKernels {
-  void (*scan_blocks)(const ScanBlocksArgs&);
+  /// values[i], i < kSamplingSample: logits in runs of 16 that are spread evenly over a row of at least 16.
+  void (*sample)(const LogitRow& row, float* values);
+  TopPBracket (*bracket_top_p)(const TopPBracketArgs&);
+  std::int64_t (*scan_blocks)(const ScanBlocksArgs&);  ///< how many elements
   void (*block_mass)(const BlockMassArgs&);
   std::int64_t (*collect)(const CollectArgs&);  ///< how many
   void (*weights)(const WeightsArgs&);

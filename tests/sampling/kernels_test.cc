@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -127,6 +128,55 @@ TEST_P(SamplingKernelsTest, WeightsAreThoseOfTheLibrary) {
       ASSERT_EQ(weights[i], 0) << x[i];
     }
   }
+}
+
+TEST_P(SamplingKernelsTest, ScanCutsSumsAndListsWhatIsNear) {
+  const float low = -0.5f, high = 0.75f;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    const TypedRow data(1000, dtype, 1, 3);
+    std::vector<float> max(4), sum(4), above(4), values(1016);
+    std::vector<std::int32_t> columns(1016);
+    const std::int64_t count = Kernels().scan_blocks(
+        {data.row, 0, 4, 1.0, max.data(), sum.data(), above.data(), low, high, values.data(), columns.data()});
+    std::int64_t next = 0;
+    std::vector<double> expected(4);
+    for (std::size_t i = 0; i < data.values.size(); ++i) {
+      const float x = data.values[i], top = max[i / kSamplingBlock];
+      if (x > high) expected[i / kSamplingBlock] += std::exp(static_cast<double>(x) - top);
+      if (x < low || x > high) continue;
+      ASSERT_LT(next, count);
+      ASSERT_EQ(values[static_cast<std::size_t>(next)], x);
+      ASSERT_EQ(columns[static_cast<std::size_t>(next++)], static_cast<std::int32_t>(i));
+    }
+    ASSERT_EQ(next, count);
+    // 2e-7 of each block's sum, as sum[b] is (sampling_kernels.h).
+    for (std::size_t b = 0; b < 4; ++b) ASSERT_NEAR(above[b], expected[b], 2e-7 * sum[b]) << b;
+  }
+}
+
+/// Of 20 rows at least 15: 2.5 standard deviations are 98.8%, and 14 or fewer would come once in 10^7.
+TEST_P(SamplingKernelsTest, TheBracketHoldsTheBoundary) {
+  int held = 0;
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    const TypedRow data(50000, DType::kFloat32, 1, seed);
+    const TopPBracket bracket = Kernels().bracket_top_p({data.row, 1.0, 0.9});
+    ASSERT_LT(bracket.share, 0.15f);
+    std::vector<float> sorted = data.values;
+    std::sort(sorted.begin(), sorted.end(), std::greater<>());
+    double total = 0, reached = 0;
+    for (const float x : sorted) total += std::exp(static_cast<double>(x));
+    std::size_t i = 0;
+    for (; reached < 0.9 * total; ++i) reached += std::exp(static_cast<double>(sorted[i]));
+    held += sorted[i - 1] >= bracket.low && sorted[i - 1] <= bracket.high ? 1 : 0;
+  }
+  EXPECT_GE(held, 15);
+}
+
+TEST_P(SamplingKernelsTest, ASampleThatSaysNothingGivesNoBracket) {
+  TypedRow data(50000, DType::kFloat32, 12, 1);  // so peaked that a few elements decide
+  EXPECT_EQ(Kernels().bracket_top_p({data.row, 1.0, 0.9}).share, 1.0f);
+  std::fill(data.memory.begin(), data.memory.end(), 0x7fc00000u);
+  EXPECT_EQ(Kernels().bracket_top_p({data.row, 1.0, 0.9}).share, 1.0f);
 }
 
 /// What top_p relies on when it takes the fast sums for sure (filters.cc).

@@ -1,0 +1,103 @@
+// Sample, BracketTopP: what some logits say about the whole row (sampling_kernels.h has the contracts).
+#pragma once
+
+#include "cpu_kernels/sampling/logits.h"
+
+namespace {
+
+using namespace moesaic;
+
+/// Bisections: the bracket's ends are off by 2^-13 of the sample's range.
+inline constexpr int kBisections = 13;
+/// Of the estimate, on each side. With 3 there is a fifth more to look at, with 2 one row in twenty is outside.
+inline constexpr float kDeviations = 2.5f;
+/// A sample whose weights are worth fewer equal ones says nothing.
+inline constexpr float kLeastWorth = 64;
+
+template <typename T>
+MOESAIC_INLINE void SampleOf(const T* logits, std::int64_t size, float* values) {
+  constexpr std::int64_t kRuns = kSamplingSample / 16;
+  for (std::int64_t run = 0; run < kRuns; ++run) {
+    StoreF32(values + 16 * run, LoadLogits(logits + run * (size - 16) / (kRuns - 1)));
+  }
+}
+
+inline void Sample(const LogitRow& row, float* values) {
+  WithType(row, [&](const auto* logits) { SampleOf(logits, row.size, values); });
+}
+
+/// A sample's finite logits, and e^((x - top) / T); 0 for the others.
+struct WeightedSample {
+  alignas(64) float values[kSamplingSample];
+  alignas(64) float weights[kSamplingSample];
+
+  /// The sum of weights over x > bound, or of their squares.
+  template <bool kSquares>
+  MOESAIC_INLINE float Above(float bound) const {
+    F32x16 sums[4] = {};
+    for (std::int64_t i = 0; i < kSamplingSample; i += 64) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const F32x16 w = LoadF32(weights + i + 16 * j);
+        sums[j] += WhereAbove(LoadF32(values + i + 16 * j), Broadcast(bound), kSquares ? w * w : w);
+      }
+    }
+    return SumOfLanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+
+  /// Two bounds side by side: above the higher one are weights below `target`, above the lower one at least that.
+  struct Bounds {
+    float high, low;
+  };
+  MOESAIC_INLINE Bounds BoundsOf(float target, float top, float depth) const {
+    float near = 0, far = depth;
+    for (int i = 0; i < kBisections; ++i) {
+      const float middle = 0.5f * (near + far);
+      (Above<false>(top - middle) < target ? near : far) = middle;
+    }
+    return {top - near, top - far};
+  }
+};
+
+inline TopPBracket BracketTopP(const TopPBracketArgs& args) {
+  WeightedSample sample;
+  Sample(args.row, sample.values);
+  F32x16 most = Broadcast(-kInfinity), least = most, count{};  // least: of -x
+  for (std::int64_t i = 0; i < kSamplingSample; i += 16) {
+    const F32x16 x = LoadF32(sample.values + i);
+    const I32x16 is_finite = (x > -kInfinity) & (x < kInfinity);
+    const F32x16 counted = Select(is_finite, x, Broadcast(-kInfinity));
+    most = Larger(most, counted);
+    least = Larger(least, Select(is_finite, -x, Broadcast(-kInfinity)));
+    count += Select(is_finite, Broadcast(1), F32x16{});
+    StoreF32(sample.values + i, counted);
+  }
+  const float top = LargestOfLanes(most), depth = top + LargestOfLanes(least), finite = SumOfLanes(count);
+  TopPBracket bracket;
+  if (finite < kSamplingSample / 4) return bracket;
+  const Power power(args.inverse_temperature);
+  for (std::int64_t i = 0; i < kSamplingSample / 16; ++i) {
+    const F32x16 x = LoadF32(sample.values + 16 * i);
+    StoreF32(sample.weights + 16 * i, WhereAbove(x, Broadcast(-kInfinity), power(x - top)));
+  }
+  const float all = sample.Above<false>(-kInfinity), squares = sample.Above<true>(-kInfinity);
+  if (!(all * all > kLeastWorth * squares)) return bracket;
+
+  const auto p = static_cast<float>(args.top_p);
+  const float above = sample.Above<true>(sample.BoundsOf(p * all, top, depth).low);
+  const float variance = above * (1 - p) * (1 - p) + (squares - above) * p * p;
+  const float spread = kDeviations * __builtin_sqrtf(variance) + __builtin_sqrtf(squares / finite);
+  const float from = p * all - spread, to = p * all + spread;
+  if (to < all) bracket.low = sample.BoundsOf(to, top, depth).low;
+  if (from > 0) bracket.high = sample.BoundsOf(from, top, depth).high;
+  if (!(bracket.low < bracket.high)) return {};
+  F32x16 inside{};
+  for (std::int64_t i = 0; i < kSamplingSample; i += 16) {
+    const F32x16 x = LoadF32(sample.values + i);
+    inside += Select((x >= bracket.low) & (x <= bracket.high), Broadcast(1), F32x16{});
+  }
+  bracket.share = SumOfLanes(inside) / finite;
+  return bracket;
+}
+
+}  // namespace
