@@ -42,6 +42,16 @@ MOESAIC_INLINE NativeU32 RoundToHigh(const float* p) {
 }
 #endif
 
+#if defined(__AVX512F__)
+/// The same for sixteen at once.
+MOESAIC_INLINE __m512i RoundedToHigh(__m512 v) {
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  return _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x400000));
+}
+#endif
+
 MOESAIC_INLINE F32x16 LoadF32(const float* p) {
   F32x16 v;
   std::memcpy(&v, p, sizeof(v));
@@ -69,6 +79,8 @@ MOESAIC_INLINE F32x16 LoadBf16(const BFloat16* p) {
 MOESAIC_INLINE U16x16 NarrowToBf16(F32x16 v) {
 #if defined(__AVX512BF16__)
   return (U16x16)_mm512_cvtneps_pbh((__m512)v);
+#elif defined(__AVX512F__)
+  return (U16x16)_mm512_cvtepi32_epi16(_mm512_srli_epi32(RoundedToHigh((__m512)v), 16));
 #else
   float values[16];
   U16x16 result;
@@ -195,13 +207,12 @@ MOESAIC_INLINE F32x16 Exp(F32x16 x) {
 
 /// 1 / (1 + e^-x), on AVX-512 with a relative error below 2^-18, a small part of what rounding its products to bf16 does, for
 /// half the instructions of full precision. 2^f on [0, 1) is a polynomial (error below 3e-6) that VSCALEFPS scales by a power
-/// of two, to 0 and infinity at the ends; VRCP14PS and a Newton step take the place of a division, which would cost as much as
-/// the rest. Elsewhere in full precision.
+/// of two, to 0 and infinity at the ends, where VREDUCEPS gives f = 0: nothing is clamped. VRCP14PS and a Newton step take the
+/// place of a division, which would cost as much as the rest. Elsewhere in full precision.
 MOESAIC_INLINE F32x16 Sigmoid(F32x16 x) {
 #if defined(__AVX512DQ__)
-  __m512 t = (__m512)(x * -1.44269504088896341f);
-  t = _mm512_max_ps(_mm512_set1_ps(-200.0f), _mm512_min_ps(_mm512_set1_ps(200.0f), t));  // these keep a NaN
-  const __m512 f = _mm512_sub_ps(t, _mm512_roundscale_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+  const auto t = (__m512)(x * -1.44269504088896341f);
+  const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.0135341669f), f, _mm512_set1_ps(0.0520114601f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.241442755f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.693003833f));

@@ -44,11 +44,32 @@ MOESAIC_INLINE void StreamVector(BFloat16* p, F32x16 v) {
 #endif
 }
 
-/// body(first column, how many <= 16, whether the address is aligned for StreamVector) over a row: with `stream`, so that all
-/// whole vectors are aligned, wherever the row begins.
-template <typename T, class Body>
+/// 32 values: the even and the odd ones. Widening them takes one instruction each, narrowing two in all, where whole vectors
+/// side by side take twice that.
+struct EvenOdd {
+  F32x16 even, odd;
+};
+
+MOESAIC_INLINE EvenOdd LoadEvenOdd(const BFloat16* p) {
+  U32x16 both;
+  std::memcpy(&both, p, sizeof(both));
+  return {(F32x16)(both << 16), (F32x16)(both & 0xffff0000u)};
+}
+
+MOESAIC_INLINE U16x32 NarrowEvenOdd(const EvenOdd& v) {
+#if defined(__AVX512BW__) && !defined(__AVX512BF16__)
+  const __m512i even = _mm512_srli_epi32(RoundedToHigh((__m512)v.even), 16);
+  return (U16x32)_mm512_mask_blend_epi16(0xaaaaaaaau, even, RoundedToHigh((__m512)v.odd));
+#else
+  return InterleaveHalves(NarrowBoth(v.even, v.odd));
+#endif
+}
+
+/// body(first column, how many <= kStep, whether the address is aligned for streaming) over a row: with `stream`, so that all
+/// whole steps are aligned, wherever the row begins.
+template <std::int64_t kStep = 16, typename T, class Body>
 MOESAIC_INLINE void ForVectors(const T* out, std::int64_t columns, bool stream, Body body) {
-  constexpr auto kBytes = static_cast<std::int64_t>(16 * sizeof(T));
+  constexpr auto kBytes = static_cast<std::int64_t>(kStep * sizeof(T));
   std::int64_t c = 0;
   if (stream) {
     const auto beyond = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(out) % kBytes);
@@ -58,8 +79,14 @@ MOESAIC_INLINE void ForVectors(const T* out, std::int64_t columns, bool stream, 
       body(std::int64_t{0}, c, false);
     }
   }
-  for (; c + 16 <= columns; c += 16) body(c, std::int64_t{16}, stream);
+  for (; c + kStep <= columns; c += kStep) body(c, kStep, stream);
   if (c < columns) body(c, columns - c, false);
+}
+
+/// Fetches what a later step of a row reads, for work that memory limits: the hardware's own prefetchers stop at each page.
+template <typename T>
+MOESAIC_INLINE void FetchAhead(const T* p) {
+  __builtin_prefetch(reinterpret_cast<const char*>(p) + 2048);
 }
 
 /// The sum of sixteen values, in one order.

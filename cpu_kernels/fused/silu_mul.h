@@ -9,25 +9,51 @@ namespace {
 using namespace moesaic;
 
 template <typename T>
-inline void SiluMulOf(const SiluMulArgs& args) {
+MOESAIC_INLINE F32x16 SiluTimes(F32x16 gate, F32x16 up) {
+  return gate * SigmoidFor<T>(gate) * up;
+}
+
+inline void SiluMulOf(const float* gate, const float* up, float* out, const SiluMulArgs& args) {
+  ForVectors(out, args.columns, args.stream, [&](std::int64_t c, std::int64_t n, bool stream) MOESAIC_INLINE_LAMBDA {
+    FetchAhead(gate + c);
+    FetchAhead(up + c);
+    const F32x16 z = SiluTimes<float>(Load(gate + c, n), Load(up + c, n));
+    if (stream) return StreamVector(out + c, z);
+    Store(out + c, z, n);
+  });
+}
+
+inline void SiluMulOf(const BFloat16* gate, const BFloat16* up, BFloat16* out, const SiluMulArgs& args) {
+  ForVectors<32>(out, args.columns, args.stream, [&](std::int64_t c, std::int64_t n, bool stream) MOESAIC_INLINE_LAMBDA {
+    if (n < 32) {
+      for (std::int64_t i = c; i < c + n; i += 16) {
+        const std::int64_t now = c + n - i < 16 ? c + n - i : 16;
+        Store(out + i, SiluTimes<BFloat16>(Load(gate + i, now), Load(up + i, now)), now);
+      }
+      return;
+    }
+    FetchAhead(gate + c);
+    FetchAhead(up + c);
+    const EvenOdd g = LoadEvenOdd(gate + c), u = LoadEvenOdd(up + c);
+    const U16x32 z = NarrowEvenOdd({SiluTimes<BFloat16>(g.even, u.even), SiluTimes<BFloat16>(g.odd, u.odd)});
+    if (stream) return StreamLine(out + c, z);
+    std::memcpy(out + c, &z, sizeof(z));
+  });
+}
+
+template <typename T>
+inline void SiluMulRows(const SiluMulArgs& args) {
   for (std::int64_t r = 0; r < args.rows; ++r) {
-    const T* gate = static_cast<const T*>(args.gate) + r * args.in_stride;
-    const T* up = static_cast<const T*>(args.up) + r * args.in_stride;
-    T* out = static_cast<T*>(args.out) + r * args.out_stride;
-    ForVectors(out, args.columns, args.stream, [&](std::int64_t c, std::int64_t n, bool stream) MOESAIC_INLINE_LAMBDA {
-      const F32x16 g = Load(gate + c, n);
-      const F32x16 z = g * SigmoidFor<T>(g) * Load(up + c, n);
-      if (stream) return StreamVector(out + c, z);
-      Store(out + c, z, n);
-    });
+    SiluMulOf(static_cast<const T*>(args.gate) + r * args.in_stride, static_cast<const T*>(args.up) + r * args.in_stride,
+              static_cast<T*>(args.out) + r * args.out_stride, args);
   }
 }
 
 inline void SiluMul(const SiluMulArgs& args) {
   if (args.dtype == DType::kFloat32) {
-    SiluMulOf<float>(args);
+    SiluMulRows<float>(args);
   } else {
-    SiluMulOf<BFloat16>(args);
+    SiluMulRows<BFloat16>(args);
   }
 }
 
