@@ -75,41 +75,47 @@ inline void Fp32Rows(const Fp32GemmArgs& args, std::int64_t depth_from, std::int
   }
 }
 
-inline void Fp32Gemm(const Fp32GemmArgs& args) {
-  const std::int64_t padded_k = RoundUp(args.k, 16), depth = args.transposed ? args.n : args.k;
-  const std::int64_t panel_floats = 16 * padded_k;
-  for (std::int64_t p = 0; p < args.count; p += kFp32Panels) {
-    const std::int64_t panels = args.count - p < kFp32Panels ? args.count - p : kFp32Panels;
-    for (std::int64_t k = 0; k < depth; k += kFp32Depth) {
-      const std::int64_t now = depth - k < kFp32Depth ? depth - k : kFp32Depth;
-      const float* b[kFp32Panels] = {};
-      for (std::int64_t j = 0; j < panels; ++j) {
-        const std::int64_t panel = args.first + p + j;
-        if (!args.transposed) {
-          b[j] = args.panels + panel * panel_floats + 16 * k;
-          continue;
-        }
-        // Blocks of 16 x 16: W[n][k], where k lies along memory's rows, becomes rows of n.
-        float* to = args.scratch + j * 16 * kFp32Depth;
-        for (std::int64_t n = 0; n < now; n += 16) {
-          const float* from = args.panels + (k + n) / 16 * panel_floats + 256 * panel;
-          Transpose16x16(reinterpret_cast<const BFloat16*>(from), reinterpret_cast<BFloat16*>(to + 16 * n));
-        }
-        b[j] = to;
+/// Columns from panel p on, parts [from, to) of the contraction.
+inline void Fp32Panels(const Fp32GemmArgs& args, std::int64_t from, std::int64_t to, std::int64_t p) {
+  const std::int64_t panel_floats = 16 * RoundUp(args.k, 16);
+  const std::int64_t panels = args.count - p < kFp32Panels ? args.count - p : kFp32Panels;
+  for (std::int64_t k = from; k < to; k += kFp32Depth) {
+    const std::int64_t now = to - k < kFp32Depth ? to - k : kFp32Depth;
+    const float* b[kFp32Panels] = {};
+    for (std::int64_t j = 0; j < panels; ++j) {
+      const std::int64_t panel = args.first + p + j;
+      if (!args.transposed) {
+        b[j] = args.panels + panel * panel_floats + 16 * k;
+        continue;
       }
-      float* c = args.c + 16 * p;
-      if constexpr (kFp32Panels == 3) {
-        if (panels == 3) {
-          Fp32Rows<3>(args, k, now, b, c);
-          continue;
-        }
-        if (panels == 2) {
-          Fp32Rows<2>(args, k, now, b, c);
-          continue;
-        }
+      // Blocks of 16 x 16: W[n][k], where k lies along memory's rows, becomes rows of n.
+      float* block = args.scratch + j * 16 * kFp32Depth;
+      for (std::int64_t n = 0; n < now; n += 16) {
+        const float* lies = args.panels + (k + n) / 16 * panel_floats + 256 * panel;
+        Transpose16x16(reinterpret_cast<const BFloat16*>(lies), reinterpret_cast<BFloat16*>(block + 16 * n));
       }
-      Fp32Rows<1>(args, k, now, b, c);
+      b[j] = block;
     }
+    float* c = args.c + 16 * p;
+    if constexpr (kFp32Panels == 3) {
+      if (panels == 3) {
+        Fp32Rows<3>(args, k, now, b, c);
+        continue;
+      }
+      if (panels == 2) {
+        Fp32Rows<2>(args, k, now, b, c);
+        continue;
+      }
+    }
+    Fp32Rows<1>(args, k, now, b, c);
+  }
+}
+
+inline void Fp32Gemm(const Fp32GemmArgs& args) {
+  const std::int64_t depth = args.transposed ? args.n : args.k;
+  for (std::int64_t step = 0; step < depth; step += kFp32GemmStep) {
+    const std::int64_t end = depth - step < kFp32GemmStep ? depth : step + kFp32GemmStep;
+    for (std::int64_t p = 0; p < args.count; p += kFp32Panels) Fp32Panels(args, step, end, p);
   }
 }
 

@@ -111,7 +111,7 @@ struct SiluMulBackwardArgs {
 ///   transposed  C[t][k] = sum over n: A[t][n] W[n][k]
 /// Sums in parts of 128 products each, which are then added up: for long contractions a third of the rounding error of one sum.
 struct Fp32GemmArgs {
-  const float* a = nullptr;  ///< [rows][lda]
+  const float* a = nullptr;  ///< [rows][lda]; rows that lie a multiple of 4 KB apart share cache sets
   std::int64_t lda = 0;
   std::int64_t rows = 0;
   const float* panels = nullptr;  ///< 64-byte aligned
@@ -126,6 +126,8 @@ struct Fp32GemmArgs {
 };
 
 inline constexpr std::int64_t kFp32GemmScratch = 3 * 16 * 128;
+/// The contraction goes in steps of this: so much of A's rows, and their sums, are to stay in the L2 cache.
+inline constexpr std::int64_t kFp32GemmStep = 512;
 
 struct FusedKernels {
   void (*row_epilogue)(const RowEpilogueArgs&);

@@ -69,7 +69,8 @@ Plan MakeNormPlan(const Shape& shape, std::int64_t row_bytes) {
 
 Plan MakePlan(const Shape& shape, bool is_bf16, bool whole_rows, int threads) {
   const std::int64_t columns = RoundUp(shape.columns, 32), depth = RoundUp(shape.depth, 32);
-  const std::int64_t row_bytes = (is_bf16 ? 2 : 4) * depth + 4 * (whole_rows ? columns : std::min(columns, kChunkColumns));
+  const std::int64_t input_bytes = is_bf16 ? 2 * depth : 4 * std::min(depth, kFp32GemmStep);
+  const std::int64_t row_bytes = input_bytes + 4 * (whole_rows ? columns : std::min(columns, kChunkColumns));
   // Beside the rows: two tile columns of weights, unpacked.
   const std::int64_t fixed = is_bf16 ? 128 * depth : 64 << 10;
   const std::int64_t budget = std::max<std::int64_t>(HostCaches().l2 / 8 * 7 - fixed, 0);
@@ -119,6 +120,7 @@ class LinearRun {
                                      : MakePlan(shape_, is_bf16_, has_norm_, pool.num_threads())),
         // A line beyond a multiple of 4 KB: rows of sums must not share cache sets.
         ld_(RoundUp(has_norm_ ? shape_.columns : std::min(shape_.columns, kChunkColumns), 32) + 16),
+        ld_input_(RoundUp(shape_.depth, 16) + 16),
         ones_(args.gamma == nullptr && has_norm_ ? shape_.columns : 0, 1.0f),
         zeros_(shape_.columns, 0.0f),
         stream_(args.out.data != args.x.data &&
@@ -152,6 +154,7 @@ class LinearRun {
     TileMatrix input;        ///< bf16: a block of x
     BFloat16* unpacked;      ///< bf16: scratch of the unpack form
     float* transposed_sums;  ///< bf16 transposed: [kDirectColumns][block_rows]
+    float* rows;             ///< fp32: [block_rows][ld_input_], a block of x
     float* fp32;             ///< fp32: scratch of the GEMM
     float* sums;             ///< [block_rows][ld_]
     float* row;              ///< [columns]
@@ -169,7 +172,8 @@ class LinearRun {
         const GemmSegment segment{args_.weight->tiles(), {}};
         memory.unpacked = carver.Take<BFloat16>(UnpackScratchElements({&segment, 1}));
       }
-    } else {
+    } else if (args_.weight != nullptr) {
+      memory.rows = carver.Take<float>(plan_.block_rows * ld_input_);
       memory.fp32 = carver.Take<float>(kFp32GemmScratch);
     }
     memory.sums = carver.Take<float>(args_.weight != nullptr ? plan_.block_rows * ld_ : 0);
@@ -187,18 +191,25 @@ class LinearRun {
     const std::int64_t rows = std::min(plan_.block_rows, shape_.rows - row);
     const std::int64_t end = std::min(column + plan_.split_columns, shape_.columns);
     if (args_.weight == nullptr) return Epilogue(row, rows, column, end, nullptr, memory);
-    if (is_bf16_) PackInput(row, rows, memory);
-    if (all_sums != nullptr) return Product(row, rows, column, end, all_sums + row * ld_ + column, memory);
+    PackInput(row, rows, memory);
+    if (all_sums != nullptr) return Product(rows, column, end, all_sums + row * ld_ + column, memory);
     const std::int64_t step = has_norm_ ? end - column : kChunkColumns;
     for (std::int64_t from = column; from < end; from += step) {
       const std::int64_t to = std::min(from + step, end);
-      Product(row, rows, from, to, memory.sums, memory);
+      Product(rows, from, to, memory.sums, memory);
       Epilogue(row, rows, from, to, memory.sums, memory);
     }
   }
 
   void PackInput(std::int64_t row, std::int64_t rows, Memory& memory) const {
-    const FusedRange range(FusedStage::kPack, 0.0, 4.0 * static_cast<double>(rows * shape_.depth));
+    const FusedRange range(FusedStage::kPack, 0.0, 2.0 * static_cast<double>(rows * shape_.depth * SizeOf(args_.x.dtype)));
+    if (!is_bf16_) {
+      const auto bytes = static_cast<std::size_t>(shape_.depth) * sizeof(float);
+      for (std::int64_t i = 0; i < rows; ++i) {
+        std::memcpy(memory.rows + i * ld_input_, RowAt<float>(args_.x, row + i), bytes);
+      }
+      return;
+    }
     memory.input.panels = CeilDiv(rows, kPanelRows);
     const void* pointers[256];
     for (std::int64_t i = 0; i < rows; ++i) pointers[i] = RowAt<BFloat16>(args_.x, row + i);
@@ -214,13 +225,13 @@ class LinearRun {
   }
 
   /// sums[t][c - from] for rows [row, row + rows) and columns [from, to), rows of ld_.
-  void Product(std::int64_t row, std::int64_t rows, std::int64_t from, std::int64_t to, float* sums, Memory& memory) const {
+  void Product(std::int64_t rows, std::int64_t from, std::int64_t to, float* sums, Memory& memory) const {
     const FusedRange range(args_.transposed ? FusedStage::kBackwardGemm : FusedStage::kGemm,
                            2.0 * static_cast<double>(rows * (to - from) * shape_.depth), 0.0);
     if (!is_bf16_) {
       Fp32GemmArgs gemm;
-      gemm.a = RowAt<float>(args_.x, row);
-      gemm.lda = args_.x.stride[0];
+      gemm.a = memory.rows;
+      gemm.lda = ld_input_;
       gemm.rows = rows;
       gemm.panels = args_.weight->panels();
       gemm.n = args_.weight->rows();
@@ -307,7 +318,7 @@ class LinearRun {
   const bool is_bf16_;
   const bool has_norm_;
   const Plan plan_;
-  const std::int64_t ld_;
+  const std::int64_t ld_, ld_input_;
   const std::vector<float> ones_, zeros_;
   const bool stream_;
   const KernelTier& kernels_ = ChosenKernels();
