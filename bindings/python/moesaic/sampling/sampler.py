@@ -115,11 +115,20 @@ def sample(
     """
     ids = torch.empty(_rows(logits), dtype=torch.int64)
     confidence = torch.empty(ids.shape[0], dtype=torch.float32) if return_confidence else None
-    options = (temperature, top_k, top_p, min_p, typical_p)
-    penalties = (repetition_penalty, frequency_penalty, presence_penalty)
-    _check(options, penalties, seed, offset, context)
-    kind = return_confidence if isinstance(return_confidence, str) else "probability"
-    _core.sample(logits, options, penalties, context, (seed, offset, row_ids), ids, confidence, kind, None, None)
+    for name, number in (("seed", seed), ("offset", offset)):
+        _check_number(name, number, whole=True)
+        if not 0 <= number < 2**64:
+            raise ValueError(f"{name} is {number}; expected 0 to 2^64 - 1")
+    _run(
+        logits,
+        (temperature, top_k, top_p, min_p, typical_p),
+        (repetition_penalty, frequency_penalty, presence_penalty),
+        context,
+        stream=(seed, offset, row_ids),
+        ids=ids,
+        confidence=confidence,
+        kind=return_confidence if isinstance(return_confidence, str) else "probability",
+    )
     return ids if confidence is None else (ids, confidence)
 
 
@@ -138,12 +147,14 @@ def kept(
 ) -> torch.Tensor:
     """Which tokens `sample` draws from: a boolean mask ``[rows, V]``. Arguments and errors as there."""
     rows = _rows(logits)
-    options = (temperature, top_k, top_p, min_p, typical_p)
-    penalties = (repetition_penalty, frequency_penalty, presence_penalty)
-    _check(options, penalties, 0, 0, context)
     mask = torch.empty((rows, logits.shape[1]), dtype=torch.bool)
-    flat = mask.view(torch.uint8).view(-1)
-    _core.sample(logits, options, penalties, context, (0, 0, None), None, None, "probability", flat, None)
+    _run(
+        logits,
+        (temperature, top_k, top_p, min_p, typical_p),
+        (repetition_penalty, frequency_penalty, presence_penalty),
+        context,
+        mask=mask.view(torch.uint8).view(-1),
+    )
     return mask
 
 
@@ -171,11 +182,14 @@ def process(
         `sample`.
     """
     _rows(logits)
-    options = (temperature, top_k, top_p, min_p, typical_p)
-    penalties = (repetition_penalty, frequency_penalty, presence_penalty)
-    _check(options, penalties, 0, 0, context)
     scores = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
-    _core.sample(logits, options, penalties, context, (0, 0, None), None, None, "probability", None, scores)
+    _run(
+        logits,
+        (temperature, top_k, top_p, min_p, typical_p),
+        (repetition_penalty, frequency_penalty, presence_penalty),
+        context,
+        scores=scores,
+    )
     return scores
 
 
@@ -187,32 +201,37 @@ def _rows(logits: torch.Tensor) -> int:
     return logits.shape[0]
 
 
-def _is_number(value: object, whole: bool) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Integral if whole else Real)
-
-
-_NAMES = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+_Filters = tuple[float, int, float, float, float]
+_Penalties = tuple[float, float, float]
+_FILTERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
-def _check(
-    options: tuple[float, int, float, float, float],
-    penalties: tuple[float, float, float],
-    seed: int,
-    offset: int,
+def _check_number(name: str, value: object, whole: bool) -> None:
+    if type(value) is int or (type(value) is float and not whole):
+        return  # asking the abstract classes takes ten times as long
+    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+        raise TypeError(f"{name} is a {type(value).__name__}; expected a {'whole ' if whole else ''}number")
+
+
+def _run(
+    logits: torch.Tensor,
+    filters: _Filters,
+    penalties: _Penalties,
     context: torch.Tensor | None,
+    *,
+    stream: tuple[int, int, torch.Tensor | None] = (0, 0, None),
+    ids: torch.Tensor | None = None,
+    confidence: torch.Tensor | None = None,
+    kind: str = "probability",
+    mask: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
 ) -> None:
-    """Types, and what has no place in C++; values are checked there."""
-    for name, value in zip((*_NAMES, *_PENALTIES), (*options, *penalties), strict=True):
-        whole = name == "top_k"
-        if not _is_number(value, whole):
-            raise TypeError(f"{name} is a {type(value).__name__}; expected a {'whole ' if whole else ''}number")
-    if not -(2**63) <= options[1] < 2**63:
-        raise ValueError(f"top_k is {options[1]}; expected a whole number >= 0 (0: off)")
-    for name, number in (("seed", seed), ("offset", offset)):
-        if not _is_number(number, whole=True):
-            raise TypeError(f"{name} is a {type(number).__name__}; expected a whole number")
-        if not 0 <= number < 2**64:
-            raise ValueError(f"{name} is {number}; expected 0 to 2^64 - 1")
+    """The one call of the engine. Checks types, and what has no place in C++; values are checked there."""
+    for name, value in zip((*_FILTERS, *_PENALTIES), (*filters, *penalties), strict=True):
+        _check_number(name, value, whole=name == "top_k")
+    if not -(2**63) <= filters[1] < 2**63:
+        raise ValueError(f"top_k is {filters[1]}; expected a whole number >= 0 (0: off)")
     if context is None and penalties != (1.0, 0.0, 0.0):
         raise ValueError("context is missing; penalties need the tokens so far, [rows, n]")
+    _core.sample(logits, filters, penalties, context, stream, ids, confidence, kind, mask, scores)
