@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,8 @@ def _no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real ones read some GiB each; test_cli_bench has them."""
 
     class Probe:
-        def __init__(self, isa: str, threads: int) -> None:
-            pass
+        def __init__(self, isa: str, threads: int, clock: Callable[[], float]) -> None:
+            assert clock() <= clock()
 
         def measure(self) -> measure.Ceiling:
             return measure.Ceiling(compute_gflops=100.0, read_gbps=10.0)
@@ -99,6 +100,8 @@ def test_wrong_usage_and_a_wrong_result(capsys: pytest.CaptureFixture[str], monk
     assert cli.main([*SMALL, "--peers", "numpy"]) == 2
     assert cli.main([*SMALL, "--only", "convolution"]) == 2
     assert "leaves no case" in capsys.readouterr().err
+    assert cli.main([*SMALL, "--clock", "cpu"]) == 2
+    assert "--threads 1" in capsys.readouterr().err
     monkeypatch.setitem(fused_bench.BOUND, "bf16", 0.0)
     assert cli.main([*SMALL, "--only", "layernorm 64"]) == 1
     assert "WRONG" in capsys.readouterr().out

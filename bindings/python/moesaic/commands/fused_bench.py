@@ -6,7 +6,6 @@ import argparse
 import datetime
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +54,7 @@ def add_parser(benches: Any) -> None:
         "(default 1,8: the others take 1.6 and 6.4 GB in bf16)",
     )
     parser.add_argument("--threads", type=options.threads, metavar="N", help="default: as the engine chooses")
+    options.add_clock(parser)
     parser.add_argument("--warmup", type=options.non_negative, default=2, metavar="W", help="default 2")
     parser.add_argument("--reps", type=options.positive, default=10, metavar="R", help="default 10")
     parser.add_argument("--peers", default="", metavar="NAME[,NAME...]", help="torch, compile, onednn; all")
@@ -95,11 +95,12 @@ def run(args: argparse.Namespace) -> int:
     ]
     if not cases:
         raise UsageError(f"--only '{args.only}' leaves no case")
+    clock = options.clock(args)
     if args.threads:
         moesaic.set_num_threads(args.threads)
         torch.set_num_threads(args.threads)
     with stdout_for_json(args.json), torch.no_grad():
-        document = measure(cases, names, args.warmup, args.reps, args.dtype, options.progress())
+        document = measure(cases, names, args.warmup, args.reps, args.dtype, clock, options.progress())
         if args.archive is not None:
             document["archive"] = str(_archive(args.archive, document, cases))
     if args.json:
@@ -115,6 +116,7 @@ def measure(
     warmup: int,
     reps: int,
     dtype: str,
+    clock: Callable[[], float],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measures and returns the document that --json prints."""
@@ -128,11 +130,11 @@ def measure(
         ceiling = next((name for name in ("avx512", "portable") if name in probed), isa)
     else:
         ceiling = isa
-    probe = CeilingProbe(ceiling, threads)
+    probe = CeilingProbe(ceiling, threads, clock)
     rows = []
     for case in cases:
         progress(case.name)
-        rows.append(_measure_case(case, peers, warmup, reps, probe))
+        rows.append(_measure_case(case, peers, warmup, reps, clock, probe))
     _relate_odd(rows)
     return {
         "schema": SCHEMA,
@@ -143,7 +145,9 @@ def measure(
     }
 
 
-def _measure_case(case: Case, peers: Sequence[str], warmup: int, reps: int, probe: Any) -> dict[str, Any]:
+def _measure_case(
+    case: Case, peers: Sequence[str], warmup: int, reps: int, clock: Callable[[], float], probe: Any
+) -> dict[str, Any]:
     from moesaic.commands.measure import PROBE_TOLERANCE, summary
 
     inputs = case.inputs()
@@ -165,9 +169,9 @@ def _measure_case(case: Case, peers: Sequence[str], warmup: int, reps: int, prob
     for _ in range(reps):
         for name, call in calls.items():
             before = probe.measure() if name == "moesaic" else None
-            start = time.perf_counter()
+            start = clock()
             call()
-            times[name].append((time.perf_counter() - start) * 1e3)
+            times[name].append((clock() - start) * 1e3)
             if before is None:
                 continue
             after = probe.measure()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moesaic import _core
@@ -40,25 +41,36 @@ class Ceiling:
         return max(flops / (self.compute_gflops * 1e6), bytes_moved / (self.read_gbps * 1e6))
 
 
+def by_clock(probe: Callable[[], float], clock: Callable[[], float]) -> float:
+    """A probe's rate by another clock than the wall's: what it would be if nobody else had the processor meanwhile."""
+    wall, own = time.perf_counter(), clock()
+    rate = probe()
+    return rate * (time.perf_counter() - wall) / (clock() - own)
+
+
 class CeilingProbe:
     """Probes the ceilings on as many threads as the engine uses: on its own threads, so nothing else may run on them
     meanwhile."""
 
-    def __init__(self, isa: str, threads: int) -> None:
+    def __init__(self, isa: str, threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """
         Args:
             isa: the engine's tier; a tier without a probe of its own is held against the host's best.
             threads: 1, or the number of threads of the engine's pool.
+            clock: whose seconds the rates are for.
         """
         available = [probe["isa"] for probe in _core.compute_probes() if probe["available"]]
         self._isa = isa if isa in available else available[0]
         self.threads = threads
         self._read = _core.ReadProbe(threads)
+        self._clock = clock
 
     def measure(self) -> Ceiling:
         """Probes both, in some 70 ms."""
-        compute = _core.measure_compute(self._isa, self.threads, _COMPUTE_SECONDS)
-        return Ceiling(compute, self._read.measure(_READ_SECONDS))
+        return Ceiling(
+            by_clock(lambda: _core.measure_compute(self._isa, self.threads, _COMPUTE_SECONDS), self._clock),
+            by_clock(lambda: self._read.measure(_READ_SECONDS), self._clock),
+        )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
+
+from moesaic.commands.output import UsageError
 
 MOST_THREADS = 4096  # what a pool takes
 
@@ -45,6 +48,29 @@ def several(of: Callable[[str], int]) -> Callable[[str], list[int]]:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The option that every command has."""
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else there")
+
+
+def add_clock(parser: argparse.ArgumentParser) -> None:
+    """Which time is measured."""
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: the CPU time of the calling thread, for hosts that others share; needs --threads 1 (default wall)",
+    )
+
+
+def clock(args: argparse.Namespace) -> Callable[[], float]:
+    """Seconds by the clock that `add_clock` and --threads of `args` name.
+
+    Raises:
+        UsageError: --clock cpu with other threads.
+    """
+    if args.clock == "wall":
+        return time.perf_counter
+    if args.threads != 1:
+        raise UsageError("--clock cpu counts one thread; it needs --threads 1")
+    return time.thread_time
 
 
 def progress() -> Callable[[str], None]:

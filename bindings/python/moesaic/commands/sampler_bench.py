@@ -7,7 +7,6 @@ import contextlib
 import io
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,13 +36,15 @@ Draws a token for each row of logits with moesaic.sampling.sample and with its p
 transformers with softmax and multinomial; torch_compile, the same compiled; numpy, on one thread. Distributions:
 "model", whose probabilities fall as those of a language model (a power of the rank); "flat", normal logits. read: the
 time to read the logits once from memory on the same threads, by the bandwidth probed around each repetition; the rows
-come from memory, not from a cache, as far as 512 MiB of copies go. First the kept sets and probabilities are compared
-with a reference in double precision; exits 1 if they differ. Stages: thread time by stage of calls apart from the
-timed ones."""
+come from memory, not from a cache, as far as 512 MiB of copies go. Of few rows several calls, each with another copy,
+are timed as one: the first after the probe would find Python's own code in no cache. First the kept sets and
+probabilities are compared with a reference in double precision; exits 1 if they differ. Stages: thread time by stage of
+calls apart from the timed ones."""
 
 _COPIES_BYTES = 512 << 20
 _MOST_COPIES = 1000
 _PROBE_SECONDS = 0.02
+_GROUP_BYTES = 8 << 20
 
 
 def add_parser(benches: Any) -> None:
@@ -58,6 +59,8 @@ def add_parser(benches: Any) -> None:
     add(
         "--peers", default="torch", metavar="NAME[,NAME...]", help=f"of {', '.join(PEERS)}; empty: none (default torch)"
     )
+    add("--threads", type=options.threads, metavar="N", help="default: as the engine chooses")
+    options.add_clock(parser)
     add("--reps", type=options.positive, default=20, metavar="R", help="timed repetitions (default 20)")
     add("--warmup", type=options.positive, default=3, metavar="W", help="calls before them (default 3)")
     add("--diffusion", action="store_true", help="also block-diffusion decoding of a small model, by stage")
@@ -73,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         UsageError: an unknown name.
         CommandError: the archive cannot be written.
     """
+    options.clock(args)
     chosen = {
         "settings": _names("settings", args.settings, tuple(SETTINGS)),
         "distributions": _names("distributions", args.distributions, DISTRIBUTIONS),
@@ -119,6 +123,9 @@ def measure(
     import moesaic
     from moesaic import _core
 
+    if args.threads:
+        moesaic.set_num_threads(args.threads)
+        torch.set_num_threads(args.threads)
     threads = _core.get_num_threads()
     probe = _core.ReadProbe(threads)
     cases: list[dict[str, Any]] = []
@@ -136,7 +143,13 @@ def measure(
                 cases.append({"rows": rows, "setting": setting, "distribution": distribution, **case})
     document = {
         "schema": SCHEMA,
-        "host": {"cpu": _core.cpu_name(), "isa": _core.isa(), "threads": threads, "torch": torch.__version__},
+        "host": {
+            "cpu": _core.cpu_name(),
+            "isa": _core.isa(),
+            "threads": threads,
+            "torch": torch.__version__,
+            "clock": args.clock,
+        },
         "vocabulary": args.vocabulary,
         "dtype": args.dtype,
         "cases": cases,
@@ -195,17 +208,24 @@ def _measure_case(
     args: argparse.Namespace, setting: str, batches: Sequence[torch.Tensor], calls: dict[str, Call], probe: Any
 ) -> dict[str, Any]:
     import moesaic
-    from moesaic.commands.measure import summary
+    from moesaic.commands.measure import by_clock, summary
 
     verified = _verify(batches[0], SETTINGS[setting])
+    clock = options.clock(args)
+    group = min(len(batches), max(1, _GROUP_BYTES // batches[0].nbytes))
     turn = 0
 
     def timed(call: Call) -> float:
         nonlocal turn
-        turn = (turn + 1) % len(batches)
-        begin = time.perf_counter()
-        call(batches[turn])
-        return (time.perf_counter() - begin) * 1e6
+        turn = (turn + group) % len(batches)
+        chosen = [batches[(turn + i) % len(batches)] for i in range(group)]
+        begin = clock()
+        for logits in chosen:
+            call(logits)
+        return (clock() - begin) * 1e6 / group
+
+    def bandwidth() -> float:
+        return by_clock(lambda: probe.measure(_PROBE_SECONDS), clock)
 
     for call in calls.values():
         for _ in range(args.warmup):
@@ -213,16 +233,17 @@ def _measure_case(
     times: dict[str, list[float]] = {name: [] for name in calls}
     fractions, bandwidths = [], []
     for _ in range(args.reps):
-        before = probe.measure(_PROBE_SECONDS)
+        before = bandwidth()
         for name, call in calls.items():
             times[name].append(timed(call))
             if name == "moesaic":
-                after = probe.measure(_PROBE_SECONDS)
+                after = bandwidth()
                 bandwidths += [before, after]
                 fractions.append(batches[0].nbytes / ((before + after) / 2) / 1e3 / times[name][-1])
+    calls_by_stage = max(4, args.reps // 2)
     with moesaic.profile() as profile:
-        for _ in range(max(4, args.reps // 2)):
-            timed(calls["moesaic"])
+        for i in range(calls_by_stage):
+            calls["moesaic"](batches[i % len(batches)])
     stages = {row["name"]: row["thread_ms"] for row in profile.phases() if row["category"] == "sample"}
     median = statistics.median(times["moesaic"])
     return {
@@ -231,7 +252,7 @@ def _measure_case(
         "copies": len(batches),
         "read_gbps": statistics.median(bandwidths),
         "moesaic": {"us": summary(times["moesaic"]), "fraction_of_read": statistics.median(fractions)},
-        "stages_ms": {name: ms / max(4, args.reps // 2) for name, ms in stages.items()},
+        "stages_ms": {name: ms / calls_by_stage for name, ms in stages.items()},
         "peers": {
             name: {"us": summary(values), "ratio": statistics.median(values) / median}
             for name, values in times.items()
@@ -287,7 +308,7 @@ def _show(document: dict[str, Any]) -> None:
     tables = Tables()
     host = document["host"]
     tables.heading(f"{host['cpu']}, {host['isa']}, {host['threads']} threads")
-    tables.line(f"vocabulary {document['vocabulary']:,}, {document['dtype']} logits")
+    tables.line(f"vocabulary {document['vocabulary']:,}, {document['dtype']} logits, {host['clock']} time")
     for peer, reason in document["left_out"].items():
         tables.line(f"{peer} left out: {reason}")
     peers = list(dict.fromkeys(name for case in document["cases"] for name in case["peers"]))
