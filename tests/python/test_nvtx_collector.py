@@ -153,6 +153,25 @@ def test_exit_inside_a_range(tmp_path: Path) -> None:
     assert ":done" in names and ":open at exit" not in names
 
 
+def test_stages_of_the_sampler(tmp_path: Path) -> None:
+    program = """
+import torch, moesaic
+from moesaic.sampling import kept, sample
+logits, context = torch.randn(3, 20000), torch.zeros(3, 1, dtype=torch.int64)
+sample(logits, top_k=5, repetition_penalty=1.5, context=context, return_confidence=True)
+sample(logits)
+kept(logits, top_p=0.9)
+"""
+    path = os.pathsep.join(part for part in sys.path if part)
+    result = run([sys.executable, "-c", program], tmp_path, PYTHONPATH=path, MOESAIC_NUM_THREADS="1")
+    assert result.returncode == 0, result.stderr
+    counts = {row["Range"]: int(row["Instances"]) for row in rows(tmp_path / "run.csv")}
+    assert counts["moesaic:sample"] == 3
+    per_row = {"pack": 3, "scale": 3, "confidence": 3, "unpack": 3, "draw": 6}
+    assert {name: counts[f"moesaic:{name}"] for name in per_row} == per_row
+    assert counts["moesaic:select"] > 0 and counts["moesaic:softmax"] > 0
+
+
 def test_beside_pythons_nvtx(tmp_path: Path) -> None:
     pytest.importorskip("nvtx", reason="needs the nvtx package: a second user of NVTX in the process")
     program = """
