@@ -48,13 +48,20 @@ void PackRows(const KernelTier& tier, const MatrixView& matrix, TileMatrix PackR
 }  // namespace
 
 GemmProbe::GemmProbe(const KernelTier& tier, Form form, const MatrixView& activations, const MatrixView& weights, int copies)
-    : tier_(tier), form_(form), rows_(activations.rows), columns_(CheckSizes(form, activations, weights, copies)) {
+    : tier_(tier),
+      form_(form),
+      rows_(activations.rows),
+      columns_(CheckSizes(form, activations, weights, copies)),
+      few_rows_(form != Form::kGradient && rows_ <= tier.most_few_rows ? rows_ : 0) {
   for (int i = 0; i < copies; ++i) PackWeights(weights);
 
   activations_ = TileMatrix::Activations(nullptr, rows_, activations.columns);
   activation_buffer_ = TilesOf(activations_);
   activations_.data = static_cast<BFloat16*>(activation_buffer_.data());
-  PackRows(tier_, activations, form == Form::kDirect ? &PackRowsArgs::pairs : &PackRowsArgs::operand, activations_);
+  TileMatrix PackRowsArgs::* const order = form != Form::kDirect ? &PackRowsArgs::operand
+                                           : few_rows_ > 0       ? &PackRowsArgs::stored
+                                                                 : &PackRowsArgs::pairs;
+  PackRows(tier_, activations, order, activations_);
 
   const std::int64_t c_panels = form == Form::kDirect ? weights_[0].panels : activations_.panels;
   ldc_ = form == Form::kDirect   ? activations_.panels * kPanelRows
@@ -102,6 +109,7 @@ void GemmProbe::Call() {
     args.segments = {&segment, 1};
     args.panels = weights.panels;
     args.activation_panels = activations_.panels;
+    args.few_rows = few_rows_;
     args.c = c;
     args.ldc = ldc_;
     args.scratch = static_cast<BFloat16*>(scratch_.data());
@@ -110,6 +118,7 @@ void GemmProbe::Call() {
     UnpackGemmArgs args;
     args.segments = {&segment, 1};
     args.panels = activations_.panels;
+    args.few_rows = few_rows_;
     args.columns = weights.columns;
     args.c = c;
     args.ldc = ldc_;

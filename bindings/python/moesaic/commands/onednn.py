@@ -1,7 +1,7 @@
 """oneDNN's matrix products on weights that were packed before: the best that calls of a library can do.
 
 It is the oneDNN inside PyTorch: always there, recent, and on the threads that PyTorch and the engine use. Where it
-has no bf16 products (no AVX-512), its fp32 ones stand in, on twice the bytes; `dtype()` tells.
+has no bf16 instructions, its fp32 ones stand in, on twice the bytes; `dtype()` tells.
 """
 
 from __future__ import annotations
@@ -36,8 +36,15 @@ def version() -> str:
 
 @functools.cache
 def dtype() -> torch.dtype:
-    """The type of its products here: bf16 where oneDNN has them, else fp32."""
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    """The type of its products here: bf16 where the host has such instructions, else fp32.
+
+    oneDNN has bf16 products on every AVX-512 host, but without the instructions they are several times slower than its
+    fp32 ones.
+    """
+    from moesaic import _core
+
+    own = any(runs for name, runs in _core.kernel_tiers() if name in ("amx_bf16", "avx512_bf16"))
+    return torch.bfloat16 if own and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
 class PackedWeight:
