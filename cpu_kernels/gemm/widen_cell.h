@@ -73,8 +73,8 @@ struct WidenCell {
   using Vector = typename VectorOf<kLanes>::Float;
   using Bits = typename VectorOf<kLanes>::Bits;
 
-  /// Tiles of the contraction between two visits of C: 8 KB of left tiles and 4 KB of each right panel stay in L1. (Twice as many
-  /// took an eighth longer with 256 rows, avx512.)
+  /// Tiles of the contraction between two visits of C: 8 KB of left tiles and 4 KB of each right panel stay in L1. (Twice as
+  /// many took an eighth longer with 256 rows, avx512.)
   static constexpr std::int64_t kDepth = kSuperblock / 2;
   static constexpr std::int64_t kRowFloats = kDepth * kTileColumns;
 
