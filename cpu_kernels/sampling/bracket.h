@@ -74,7 +74,7 @@ inline TopPBracket BracketTopP(const TopPBracketArgs& args) {
   }
   const float top = LargestOfLanes(most), depth = top + LargestOfLanes(least), finite = SumOfLanes(count);
   TopPBracket bracket;
-  if (finite < kSamplingSample / 4) return bracket;
+  if (finite < 0.25f * kSamplingSample) return bracket;
   const Power power(args.inverse_temperature);
   for (std::int64_t i = 0; i < kSamplingSample / 16; ++i) {
     const F32x16 x = LoadF32(sample.values + 16 * i);
