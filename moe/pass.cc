@@ -71,8 +71,8 @@ void Pass::Plan() {
     expert_bytes += ExpertPitch(call.expert_bytes()) + ExpertPitch(call.gradient_bytes());
   }
   // Several groups in flight, so that one can be packed or written while others compute. Two are enough for a few threads:
-  // smaller groups would read and write each cache line of PEFT's B more often. (2 threads, 16 tokens: half as long again a
-  // backward.)
+  // smaller groups would read and write each cache line of PEFT's B more often. (Groups of 4 for 16 experts on
+  // 2 threads, 16 tokens: a backward takes 1.7 times as long.)
   const std::int64_t in_flight = threads <= 4 ? 2 : 4;
   lora_group_ = kLoraGroup;
   while (lora_group_ > 1 && in_flight * lora_group_ * expert_bytes > LoraBudget(threads)) lora_group_ /= 2;

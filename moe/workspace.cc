@@ -132,6 +132,6 @@ std::int64_t ScratchBudget(int threads) { return (std::int64_t{64} << 20) + (std
 
 std::int64_t JobBudget(int threads) { return (std::int64_t{20} << 20) + (std::int64_t{5} << 20) * threads; }
 
-std::int64_t LoraBudget(int threads) { return (std::int64_t{32} << 20) + (std::int64_t{2} << 20) * threads; }
+std::int64_t LoraBudget(int threads) { return (std::int64_t{36} << 20) + (std::int64_t{2} << 20) * threads; }
 
 }  // namespace moesaic::moe
