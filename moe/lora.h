@@ -17,8 +17,8 @@
 // Scales are not part of them: they are folded into the rank-wide intermediates while those are fp32.
 //
 // The parameters are read anew in every call, in any strides. PEFT keeps B rank-major, with the experts innermost: neighbouring
-// experts share cache lines. So adapters are packed, and gradients written, for a group of 16 experts at a time, along whatever
-// lies side by side in memory (lora_copy.cc).
+// experts share cache lines. So adapters are packed, and gradients written, for a group of up to 16 experts at a time, along
+// whatever lies side by side in memory (lora_copy.cc).
 #pragma once
 
 #include <array>

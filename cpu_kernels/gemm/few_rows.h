@@ -19,7 +19,8 @@
 
 namespace {
 
-/// One panel. Even with 16 rows an expert a layer took 0.9 of the time of the cells (CPU time on avx512, weights from memory).
+/// One panel: with 12 rows an expert on average, taking up to 16 this way was a tenth faster than up to 12 (a layer forward,
+/// avx512).
 inline constexpr int kMostFewRows = 16;
 
 MOESAIC_INLINE U32x16 LoadPairs(const BFloat16* p) {
