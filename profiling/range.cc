@@ -26,31 +26,27 @@ namespace {
 constexpr RangeId kMaxRanges = 4096;
 constexpr RangeId kChunk = 64;
 
-// What one thread spent in one range. Written by its thread alone, read by snapshots at any time: hence atomics, and plain
-// loads and stores instead of locked additions. One cache line each: between two ranges a task fills the caches with other
-// things.
-struct alignas(64) GroupSlot {
+// What one thread spent in one range for one group. Written by its thread alone, read by snapshots at any time: hence atomics,
+// and plain loads and stores instead of locked additions. One cache line, and the only one that counting touches: between two
+// ranges a task fills the caches with other things.
+struct alignas(64) Slot {
   std::atomic<std::int64_t> epoch{0};  // the Reset() since which the rest counts
   std::atomic<std::int64_t> calls{0};
   std::atomic<std::int64_t> thread_ns{0};
   std::atomic<double> flops{0};
   std::atomic<double> bytes{0};
-};
-
-struct Slot : GroupSlot {
   std::atomic<std::int64_t> first_ns{0};
   std::atomic<std::int64_t> last_ns{0};
   std::atomic<bool> apportioned{false};
 };
-static_assert(sizeof(Slot) == 64 && sizeof(GroupSlot) == 64);
+static_assert(sizeof(Slot) == 64);
 
 template <typename T>
 void Add(std::atomic<T>& sum, T value) {
   sum.store(sum.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
 }
 
-// A thread's slots, in chunks that come into being when one of their ranges is first entered.
-template <typename SlotType>
+// A thread's slots for one group, in chunks that come into being when one of their ranges is first entered.
 class SlotTable {
  public:
   SlotTable() = default;
@@ -63,7 +59,7 @@ class SlotTable {
   }
 
   // Owner only.
-  SlotType& At(RangeId id) {
+  Slot& At(RangeId id) {
     std::atomic<Chunk*>& place = chunks_[id / kChunk];
     Chunk* chunk = place.load(std::memory_order_relaxed);
     if (chunk == nullptr) {
@@ -74,23 +70,20 @@ class SlotTable {
   }
 
   // Any thread. Null: never entered.
-  const SlotType* Find(RangeId id) const {
+  const Slot* Find(RangeId id) const {
     const Chunk* chunk = chunks_[id / kChunk].load(std::memory_order_acquire);
     return chunk == nullptr ? nullptr : &(*chunk)[id % kChunk];
   }
 
  private:
-  using Chunk = std::array<SlotType, kChunk>;
+  using Chunk = std::array<Slot, kChunk>;
   std::array<std::atomic<Chunk*>, kMaxRanges / kChunk> chunks_{};
 };
 
-using GroupTable = SlotTable<GroupSlot>;
-
 struct ThreadSlots {
-  SlotTable<Slot> totals;
-  std::map<GroupId, std::unique_ptr<GroupTable>> groups;  // changed by its thread with the registry's lock; read with either
+  std::map<GroupId, std::unique_ptr<SlotTable>> groups;  // changed by its thread with the registry's lock; read with either
   GroupId last_group = 0;
-  GroupTable* last_table = nullptr;
+  SlotTable* last_table = nullptr;
 };
 
 // Sums of one range over threads.
@@ -106,7 +99,7 @@ struct Sums {
   double bytes = 0;
   bool apportioned = false;
 
-  // The same thread's time in two ranges.
+  // The same thread's time in another range, or for another group.
   void Include(const Sums& other) {
     if (other.threads == 0) return;
     calls += other.calls;
@@ -134,28 +127,23 @@ struct Sums {
     apportioned |= other.apportioned;
   }
 
-  void Read(const Slot& slot, std::int64_t epoch) {
-    if (slot.epoch.load(std::memory_order_acquire) != epoch) {
-      return;
-    }
-    calls = slot.calls.load(std::memory_order_relaxed);
-    min_thread_ns = max_thread_ns = thread_ns = slot.thread_ns.load(std::memory_order_relaxed);
-    first_ns = slot.first_ns.load(std::memory_order_relaxed);
-    last_ns = slot.last_ns.load(std::memory_order_relaxed);
-    threads = 1;
-    flops = slot.flops.load(std::memory_order_relaxed);
-    bytes = slot.bytes.load(std::memory_order_relaxed);
-    apportioned = slot.apportioned.load(std::memory_order_relaxed);
+  // What a slot counts of an epoch; null: nothing.
+  static Sums Read(const Slot* slot, std::int64_t epoch) {
+    Sums sums;
+    if (slot == nullptr || slot->epoch.load(std::memory_order_acquire) != epoch) return sums;
+    sums.calls = slot->calls.load(std::memory_order_relaxed);
+    sums.min_thread_ns = sums.max_thread_ns = sums.thread_ns = slot->thread_ns.load(std::memory_order_relaxed);
+    sums.first_ns = slot->first_ns.load(std::memory_order_relaxed);
+    sums.last_ns = slot->last_ns.load(std::memory_order_relaxed);
+    sums.threads = 1;
+    sums.flops = slot->flops.load(std::memory_order_relaxed);
+    sums.bytes = slot->bytes.load(std::memory_order_relaxed);
+    sums.apportioned = slot->apportioned.load(std::memory_order_relaxed);
+    return sums;
   }
 };
 
-struct GroupSums {
-  std::int64_t calls = 0;
-  std::int64_t thread_ns = 0;
-  double flops = 0;
-  double bytes = 0;
-};
-using GroupRows = std::map<std::pair<GroupId, RangeId>, GroupSums>;
+using GroupRows = std::map<std::pair<GroupId, RangeId>, Sums>;
 
 struct Entry {
   std::string name;
@@ -198,9 +186,7 @@ struct Registry {
     const std::int64_t epoch = current_epoch.load(std::memory_order_relaxed);
     std::vector<Sums> sums(static_cast<std::size_t>(size()));
     for (RangeId id = size() - 1; id >= 0; --id) {  // a kSum range comes before what it holds
-      if (const Slot* slot = thread.totals.Find(id); slot != nullptr && entries[id]->kind == RangeKind::kTimed) {
-        sums[id].Read(*slot, epoch);
-      }
+      for (const auto& [group, table] : thread.groups) sums[id].Include(Sums::Read(table->Find(id), epoch));
       if (const RangeId parent = entries[id]->parent; parent >= 0) sums[parent].Include(sums[id]);
     }
     return sums;
@@ -209,14 +195,9 @@ struct Registry {
   void AddGroups(const ThreadSlots& thread, GroupRows& rows) const {
     const std::int64_t epoch = current_epoch.load(std::memory_order_relaxed);
     for (const auto& [group, table] : thread.groups) {
+      if (group == 0) continue;
       for (RangeId id = 0; id < size(); ++id) {
-        const GroupSlot* slot = table->Find(id);
-        if (slot == nullptr || slot->epoch.load(std::memory_order_acquire) != epoch) continue;
-        GroupSums& row = rows[{group, id}];
-        row.calls += slot->calls.load(std::memory_order_relaxed);
-        row.thread_ns += slot->thread_ns.load(std::memory_order_relaxed);
-        row.flops += slot->flops.load(std::memory_order_relaxed);
-        row.bytes += slot->bytes.load(std::memory_order_relaxed);
+        if (const Sums sums = Sums::Read(table->Find(id), epoch); sums.threads != 0) rows[{group, id}].Merge(sums);
       }
     }
   }
@@ -251,37 +232,19 @@ ThreadSlots* OwnSlots() {
   return own_slots;
 }
 
-// The calling thread's slots of a group; null for group 0. Takes memory where it is new.
-GroupTable* OwnGroup(ThreadSlots& own) {
+// The calling thread's slots for the group that it works for now. Takes memory where it is new.
+SlotTable& OwnTable(ThreadSlots& own) {
   const GroupId group = GroupScope::Current();
-  if (group == 0) return nullptr;
-  if (own.last_group != group) {
+  if (own.last_group != group || own.last_table == nullptr) {
     auto found = own.groups.find(group);
     if (found == own.groups.end()) {
       const std::lock_guard lock(Registry::Get().mutex);
-      found = own.groups.emplace(group, std::make_unique<GroupTable>()).first;
+      found = own.groups.emplace(group, std::make_unique<SlotTable>()).first;
     }
     own.last_group = group;
     own.last_table = found->second.get();
   }
-  return own.last_table;
-}
-
-// Empties a slot that dates from before the last Reset(). True: it did.
-bool Renew(GroupSlot& slot, std::int64_t epoch) {
-  if (slot.epoch.load(std::memory_order_relaxed) == epoch) return false;
-  slot.calls.store(0, std::memory_order_relaxed);
-  slot.thread_ns.store(0, std::memory_order_relaxed);
-  slot.flops.store(0, std::memory_order_relaxed);
-  slot.bytes.store(0, std::memory_order_relaxed);
-  return true;
-}
-
-void Add(GroupSlot& slot, std::int64_t thread_ns, const Work& work) {
-  Add(slot.calls, std::int64_t{1});
-  Add(slot.thread_ns, thread_ns);
-  Add(slot.flops, work.flops);
-  Add(slot.bytes, work.bytes);
+  return *own.last_table;
 }
 
 // Where the calling thread counts. Finding thread-local objects costs about as much as counting does: once for a range and all
@@ -289,38 +252,40 @@ void Add(GroupSlot& slot, std::int64_t thread_ns, const Work& work) {
 class Counter {
  public:
   /// Not usable while the thread is ending. Takes the memory of slots: before a range runs, where an exception may leave.
-  Counter() : own_(OwnSlots()), group_(own_ != nullptr ? OwnGroup(*own_) : nullptr) {}
+  Counter() {
+    if (ThreadSlots* own = OwnSlots(); own != nullptr) table_ = &OwnTable(*own);
+  }
 
   void Prepare(RangeId id) {
-    if (own_ == nullptr) return;
-    own_->totals.At(id);
-    if (group_ != nullptr) group_->At(id);
+    if (table_ != nullptr) table_->At(id);
   }
 
   void Count(RangeId id, std::int64_t begin_ns, std::int64_t end_ns, std::int64_t thread_ns, const Work& work,
              bool apportioned) {
-    if (own_ == nullptr) return;
-    Slot& slot = own_->totals.At(id);
-    if (Renew(slot, epoch_)) {
+    if (table_ == nullptr) return;
+    Slot& slot = table_->At(id);
+    if (slot.epoch.load(std::memory_order_relaxed) != epoch_) {  // dates from before the last Reset()
+      slot.calls.store(0, std::memory_order_relaxed);
+      slot.thread_ns.store(0, std::memory_order_relaxed);
+      slot.flops.store(0, std::memory_order_relaxed);
+      slot.bytes.store(0, std::memory_order_relaxed);
       slot.first_ns.store(begin_ns, std::memory_order_relaxed);
       slot.last_ns.store(end_ns, std::memory_order_relaxed);
       slot.apportioned.store(false, std::memory_order_relaxed);
       slot.epoch.store(epoch_, std::memory_order_release);
     }
-    Add(slot, thread_ns, work);
+    Add(slot.calls, std::int64_t{1});
+    Add(slot.thread_ns, thread_ns);
+    Add(slot.flops, work.flops);
+    Add(slot.bytes, work.bytes);
     // Nested in itself, a range closes before the one that opened first.
     slot.first_ns.store(std::min(slot.first_ns.load(std::memory_order_relaxed), begin_ns), std::memory_order_relaxed);
     slot.last_ns.store(std::max(slot.last_ns.load(std::memory_order_relaxed), end_ns), std::memory_order_relaxed);
     if (apportioned) slot.apportioned.store(true, std::memory_order_relaxed);
-    if (group_ == nullptr) return;
-    GroupSlot& of_group = group_->At(id);
-    if (Renew(of_group, epoch_)) of_group.epoch.store(epoch_, std::memory_order_release);
-    Add(of_group, thread_ns, work);
   }
 
  private:
-  ThreadSlots* own_;
-  GroupTable* group_;
+  SlotTable* table_ = nullptr;
   std::int64_t epoch_ = current_epoch.load(std::memory_order_relaxed);
 };
 
@@ -390,10 +355,11 @@ bool TimersEnabled() { return timers_enabled.load(std::memory_order_relaxed); }
 
 void Reset() {
   ResetCalls();
+  const std::int64_t now = Now();
   Registry& registry = Registry::Get();
   const std::lock_guard lock(registry.mutex);
   // Slots of an earlier epoch count for nothing; their threads empty them when they next use them.
-  current_epoch.store(std::max(Now(), current_epoch.load(std::memory_order_relaxed) + 1), std::memory_order_relaxed);
+  current_epoch.store(std::max(now, current_epoch.load(std::memory_order_relaxed) + 1), std::memory_order_relaxed);
   for (RangeId id = 0; id < registry.size(); ++id) {
     registry.entries[id]->ended_threads = {};
   }
