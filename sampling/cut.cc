@@ -44,7 +44,11 @@ void CutFinder::Narrow(const ElementList& list, Range range, double target, doub
   };
   const auto weight_of = [&](std::size_t i) { return list.weights != nullptr ? list.weights[i] : 1.0; };
   bins_.assign(bins, 0.0);
-  for (std::size_t i = 0; i < count; ++i) bins_[bin_of(list.values[i])] += weight_of(i);
+  places_.resize(std::max(places_.size(), count));
+  for (std::size_t i = 0; i < count; ++i) {
+    places_[i] = static_cast<std::uint16_t>(bin_of(list.values[i]));
+    bins_[places_[i]] += weight_of(i);
+  }
   std::size_t boundary = 0;
   while (boundary + 1 < bins && *before + bins_[boundary] < target) *before += bins_[boundary++];
 
@@ -54,7 +58,7 @@ void CutFinder::Narrow(const ElementList& list, Range range, double target, doub
   weights_.resize(values_.size());
   std::size_t left = 0;
   for (std::size_t i = 0; i < count; ++i) {
-    if (bin_of(list.values[i]) != boundary) continue;
+    if (places_[i] != boundary) continue;
     const double weight = weight_of(i);
     values_[left] = list.values[i];
     columns_[left] = list.columns[i];

@@ -55,6 +55,7 @@ class CutFinder {
   std::vector<std::int32_t> columns_;
   std::vector<double> weights_;
   std::vector<double> bins_;
+  std::vector<std::uint16_t> places_;  // the bin of each element
 };
 
 }  // namespace moesaic::sampling

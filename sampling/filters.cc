@@ -157,6 +157,7 @@ void Row::FinishTopP() {
     }
     if (here) {
       cut_ = found.cut;
+      total_ = above + found.before + found.weight;
       break;
     }
     if (++moves > kMostMoves) {
@@ -177,22 +178,8 @@ void Row::FinishTopP() {
     Retain([this](std::int64_t i) { return cut_.Keeps(scratch_->values[i], scratch_->columns[i]); });
     listed_ = true;
   } else {
-    AddListToMasses();
+    masses_ = Masses::kAbove;
   }
-}
-
-/// Of the list what cut_ keeps. Adds 0 for the others instead of asking, which could not be predicted, and from four parts in
-/// turn: in one block, each addition waits for the one before.
-void Row::AddListToMasses() {
-  const auto add = [&](std::int64_t i) {
-    const bool keeps = cut_.Keeps(scratch_->values[i], scratch_->columns[i]);
-    scratch_->mass[scratch_->columns[i] / kSamplingBlock] += scratch_->weights[i] * static_cast<double>(keeps);
-  };
-  const std::int64_t part = count_ / 4;
-  for (std::int64_t i = 0; i < part; ++i) {
-    for (int j = 0; j < 4; ++j) add(j * part + i);
-  }
-  for (std::int64_t i = 4 * part; i < count_; ++i) add(i);
 }
 
 /// The least logit whose probability is min_p of the largest one's: rounding aside, max + T log(min_p).
@@ -221,7 +208,9 @@ void Row::KeepAbove(float bound) {
   }
   Collect(bound, bound, scratch_->mass);
   WeighList();
-  AddListToMasses();
+  for (std::int64_t i = 0; i < count_; ++i) scratch_->mass[scratch_->columns[i] / kSamplingBlock] += scratch_->weights[i];
+  masses_ = Masses::kKept;
+  total_ = std::accumulate(scratch_->mass, scratch_->mass + logits_.blocks(), 0.0);
 }
 
 void Row::TakeTypical() {

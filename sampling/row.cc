@@ -35,6 +35,8 @@ void RowScratch::Ensure(std::int64_t vocabulary, std::int64_t pieces) {
     sum = carver.Take<float>(blocks);
     above = carver.Take<float>(blocks);
     mass = carver.Take<double>(blocks);
+    numbers = carver.Take<double>((blocks + 63) / 64 * 64);
+    earliest = carver.Take<double>(blocks);
     values = carver.Take<float>(listed);
     columns = carver.Take<std::int32_t>(listed);
     weights = carver.Take<double>(listed);
@@ -54,12 +56,12 @@ Row::Row(const SampleArgs& args, const SamplingKernels& kernels)
 
 bool Row::IsSmall() const { return logits_.size <= kSmallVocabulary; }
 
-/// Sums of blocks serve the draw from all tokens, top_p of a long row, and the probability of a greedy choice.
+/// Sums of all blocks serve top_p of a long row, and the probability of a token that is drawn from all or greedy.
 bool Row::NeedsSums() const {
-  if (Greedy()) return args_.confidence != nullptr;
+  if (Greedy()) return WantsProbability();
   if (HasTopK()) return false;
   if (options_.top_p < 1) return !IsSmall();
-  return options_.min_p == 0 && options_.typical_p == 1;
+  return WantsProbability() && options_.min_p == 0 && options_.typical_p == 1;
 }
 
 /// Whether top_p cuts what the sums are of.
@@ -70,6 +72,7 @@ void Row::Begin(std::int64_t row, RowScratch* scratch, const std::vector<Piece>*
   scratch_ = scratch;
   pieces_ = pieces;
   listed_ = pending_ = is_narrow_ = false;
+  masses_ = Masses::kNone;
   count_ = 0;
   cut_ = Cut();
   const TensorView& logits = args_.logits;
@@ -155,6 +158,7 @@ bool Row::Plan() {
     const std::int64_t blocks = logits_.blocks();
     kernels_.block_mass({scratch_->max, scratch_->sum, blocks, max_, 1 / temperature_, scratch_->mass});
     total_ = std::accumulate(scratch_->mass, scratch_->mass + blocks, 0.0);
+    masses_ = Masses::kKept;
   }
   if (Greedy()) return false;
   StageRange range(Stage::kSelect);
@@ -232,6 +236,62 @@ void Row::ListKept() {
   listed_ = true;
 }
 
+/// Where the list has the elements of a block.
+Row::Piece Row::ListOf(std::int64_t b) const {
+  const std::int32_t* columns = scratch_->columns;
+  const auto place = [&](std::int64_t column) { return std::lower_bound(columns, columns + count_, column) - columns; };
+  return {place(b * kSamplingBlock), place((b + 1) * kSamplingBlock)};
+}
+
+/// The mass of what is kept of a block.
+double Row::MassOf(std::int64_t b) {
+  double* mass = scratch_->mass + b;
+  if (masses_ == Masses::kNone) {
+    kernels_.scan_blocks({logits_, b, b + 1, 1 / temperature_, scratch_->max, scratch_->sum});
+    kernels_.block_mass({scratch_->max + b, scratch_->sum + b, 1, max_, 1 / temperature_, mass});
+  }
+  if (masses_ != Masses::kAbove) return *mass;
+  const auto [first, last] = ListOf(b);
+  double sum = *mass;
+  for (std::int64_t i = first; i < last; ++i) {
+    if (cut_.Keeps(scratch_->values[i], scratch_->columns[i])) sum += scratch_->weights[i];
+  }
+  return sum;
+}
+
+/// For every block a number that MassOf does not exceed.
+void Row::BoundMasses(double* bounds) const {
+  const std::int64_t blocks = logits_.blocks();
+  if (masses_ == Masses::kKept) return (void)std::copy(scratch_->mass, scratch_->mass + blocks, bounds);
+  const bool summed = masses_ == Masses::kAbove;
+  kernels_.block_mass({scratch_->max, summed ? scratch_->sum : nullptr, blocks, max_, 1 / temperature_, bounds});
+  const double most = summed ? 1.00001 : kSamplingBlock * 1.00001;  // the sum of all, or of as many as the largest; rounding
+  for (std::int64_t b = 0; b < blocks; ++b) bounds[b] *= most;
+}
+
+/// One of many tokens is drawn in two steps, a block and a token of it: V / 256 + 256 random numbers instead of V. The race is
+/// won by the least E / mass, and E / bound is the earliest that a block can arrive. So few masses need to be known: a draw
+/// from all tokens adds up some blocks instead of all, one after top_p looks for its bracket's tokens in some.
+std::int64_t Row::DrawBlock(PhiloxStream stream) {
+  const std::int64_t blocks = logits_.blocks();
+  const double* numbers = scratch_->numbers;
+  double* earliest = scratch_->earliest;
+  stream.domain = PhiloxStream::kBlocks;
+  kernels_.exponentials({blocks, stream, scratch_->numbers});
+  BoundMasses(earliest);
+  for (std::int64_t b = 0; b < blocks; ++b) earliest[b] = numbers[b] / earliest[b];
+  std::int64_t winner = std::min_element(earliest, earliest + blocks) - earliest;
+  double least = numbers[winner] / MassOf(winner);
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    if (earliest[b] > least || b == winner) continue;
+    const double time = numbers[b] / MassOf(b);
+    if (time > least || (time == least && b > winner)) continue;
+    least = time;
+    winner = b;
+  }
+  return winner;
+}
+
 std::int64_t Row::Draw() {
   StageRange range(Stage::kDraw);
   if (Greedy()) {
@@ -243,36 +303,29 @@ std::int64_t Row::Draw() {
   }
   PhiloxStream stream{args_.seed, args_.offset, static_cast<std::uint32_t>(index_), PhiloxStream::kColumns};
   if (args_.row_ids.defined()) stream.row = static_cast<std::uint32_t>(LoadInt(args_.row_ids, index_, 0));
-  // From many tokens in two steps, a block and a token of it: V / 256 + 256 random numbers instead of V.
-  const auto draw_block = [&] {
-    RaceArgs race{scratch_->mass, nullptr, 0, logits_.blocks(), stream};
-    race.stream.domain = PhiloxStream::kBlocks;
-    return kernels_.race(race);
-  };
   if (listed_ && count_ > kManyTokens) {
     std::fill(scratch_->mass, scratch_->mass + logits_.blocks(), 0.0);
     for (std::int64_t i = 0; i < count_; ++i) scratch_->mass[scratch_->columns[i] / kSamplingBlock] += scratch_->weights[i];
-    const std::int64_t b = draw_block();
-    const std::int32_t* columns = scratch_->columns;
-    const std::int64_t first = std::lower_bound(columns, columns + count_, b * kSamplingBlock) - columns;
-    const std::int64_t last = std::lower_bound(columns, columns + count_, (b + 1) * kSamplingBlock) - columns;
-    return columns[first + kernels_.race({scratch_->weights + first, columns + first, 0, last - first, stream})];
+    masses_ = Masses::kKept;
+    const auto [first, last] = ListOf(DrawBlock(stream));
+    return scratch_
+        ->columns[first + kernels_.race({scratch_->weights + first, scratch_->columns + first, last - first, stream})];
   }
   if (!listed_) {
-    const std::int64_t b = draw_block();
+    const std::int64_t b = DrawBlock(stream);
     count_ = kernels_.collect({logits_, b, b + 1, scratch_->max, cut_.value, kInfinity, max_, 1 / temperature_, nullptr,
                                scratch_->values, scratch_->columns});
     Retain([this](std::int64_t i) { return cut_.Keeps(scratch_->values[i], scratch_->columns[i]); });
     WeighList();
   }
   if (count_ == 1) return scratch_->columns[0];
-  return scratch_->columns[kernels_.race({scratch_->weights, scratch_->columns, 0, count_, stream})];
+  return scratch_->columns[kernels_.race({scratch_->weights, scratch_->columns, count_, stream})];
 }
 
 float Row::ConfidenceOf(std::int64_t id) {
   StageRange range(Stage::kConfidence);
   if (args_.confidence_kind == Confidence::kProbability) {
-    const double total = listed_ ? ListWeight() : std::accumulate(scratch_->mass, scratch_->mass + logits_.blocks(), 0.0);
+    const double total = listed_ ? ListWeight() : total_;
     return static_cast<float>(std::exp((static_cast<double>(At(id)) - max_) / temperature_) / total);
   }
   ListKept();

@@ -17,12 +17,14 @@ struct RowScratch {
   /// Room for rows of V elements in so many pieces. Throws std::bad_alloc.
   void Ensure(std::int64_t vocabulary, std::int64_t pieces);
 
-  float* packed = nullptr;  ///< [V] the row, where it cannot be read in place
-  float* max = nullptr;     ///< [blocks]
-  float* sum = nullptr;     ///< [blocks]
-  float* above = nullptr;   ///< [blocks]
-  double* mass = nullptr;   ///< [blocks]
-  float* values = nullptr;  ///< [V + 16 a piece] a list of elements: their logits, columns and weights
+  float* packed = nullptr;     ///< [V] the row, where it cannot be read in place
+  float* max = nullptr;        ///< [blocks]
+  float* sum = nullptr;        ///< [blocks]
+  float* above = nullptr;      ///< [blocks]
+  double* mass = nullptr;      ///< [blocks]
+  double* numbers = nullptr;   ///< [blocks, rounded up to 64] of the race
+  double* earliest = nullptr;  ///< [blocks]
+  float* values = nullptr;     ///< [V + 16 a piece] a list of elements: their logits, columns and weights
   std::int32_t* columns = nullptr;
   double* weights = nullptr;
   std::vector<std::int64_t> piece_counts;
@@ -66,7 +68,15 @@ class Row {
 
   bool Greedy() const { return options_.temperature == 0; }
   bool HasTopK() const { return options_.top_k > 0 && options_.top_k < logits_.size; }
+  /// What scratch_->mass has of each block.
+  enum class Masses : std::uint8_t {
+    kNone,
+    kKept,   ///< the mass of what is kept
+    kAbove,  ///< of what is above the bracket of top_p; the rest of what cut_ keeps is in the list
+  };
+
   bool IsSmall() const;
+  bool WantsProbability() const { return args_.confidence != nullptr && args_.confidence_kind == Confidence::kProbability; }
   bool NeedsSums() const;
   bool CutsSums() const;
 
@@ -96,11 +106,14 @@ class Row {
   float BoundOfMinP() const;
   void TakeTypical();
   void KeepAbove(float bound);
-  void AddListToMasses();
   void ListKept();
 
   // Results.
   std::int64_t Draw();
+  std::int64_t DrawBlock(PhiloxStream stream);
+  void BoundMasses(double* bounds) const;
+  double MassOf(std::int64_t b);
+  Piece ListOf(std::int64_t b) const;
   float ConfidenceOf(std::int64_t id);
   void Unpack(std::int64_t id) const;
   float At(std::int64_t column) const;
@@ -114,11 +127,12 @@ class Row {
   const std::vector<Piece>* pieces_ = nullptr;
   LogitRow logits_;
   float max_ = 0;
-  bool listed_ = false;   // the kept tokens are the list; else what cut_ keeps, scratch_->mass by block
+  bool listed_ = false;   // the kept tokens are the list; else what cut_ keeps, of which masses_ says more
   bool pending_ = false;  // a second pass has been asked for
   std::int64_t count_ = 0;
   Cut cut_;
-  double total_ = 0;          // mass of the row, relative to its largest logit
+  Masses masses_ = Masses::kNone;
+  double total_ = 0;          // mass of the row, relative to its largest logit; after a filter of what is kept, unless listed
   double doubt_ = 0;          // by how much the fast sums may be off
   float low_ = 0, high_ = 0;  // the bracket around the boundary of top_p
   bool is_narrow_ = false;    // few elements are in the bracket: the first pass collects them

@@ -18,7 +18,7 @@ template <typename T>
 MOESAIC_INLINE void SampleOf(const T* logits, std::int64_t size, float* values) {
   constexpr std::int64_t kRuns = kSamplingSample / 16;
   for (std::int64_t run = 0; run < kRuns; ++run) {
-    StoreF32(values + 16 * run, LoadLogits(logits + run * (size - 16) / (kRuns - 1)));
+    StoreF32(values + 16 * run, LoadLogits(logits + run * (size - 16) / (kRuns - 1) / 16 * 16));  // not across cache lines
   }
 }
 

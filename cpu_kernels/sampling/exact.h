@@ -1,5 +1,5 @@
-// Weights, ExactSums, Race: what is computed in double precision (sampling_kernels.h has the contracts). Plain loops of fixed
-// length: the compiler turns them into vectors of each instruction set.
+// Weights, ExactSums, Race, Exponentials: what is computed in double precision (sampling_kernels.h has the contracts). Plain
+// loops of fixed length: the compiler turns them into vectors of each instruction set.
 #pragma once
 
 #include "cpu_kernels/sampling/logits.h"
@@ -112,6 +112,9 @@ MOESAIC_INLINE void Philox(const std::uint32_t (&first)[16], const PhiloxStream&
   }
 }
 
+/// E of a word: an exponential number.
+MOESAIC_INLINE double Exponential(std::uint32_t word) { return -LogPrecise((static_cast<double>(word) + 0.5) * 0x1p-32); }
+
 /// The best runner of each of 16 lanes so far.
 struct Racers {
   double least[16];
@@ -125,8 +128,7 @@ struct Racers {
   }
   MOESAIC_INLINE void Run(const std::uint32_t (&words)[16], const double (&weights)[16], std::int64_t first) {
     for (int i = 0; i < 16; ++i) {
-      const double u = (static_cast<double>(words[i]) + 0.5) * 0x1p-32;
-      const double time = -LogPrecise(u) / weights[i];
+      const double time = Exponential(words[i]) / weights[i];
       const bool better = time < least[i];
       least[i] = better ? time : least[i];
       index[i] = better ? first + i : index[i];
@@ -155,17 +157,6 @@ inline std::int64_t Race(const RaceArgs& args) {
   Racers racers;
   std::uint32_t first[16], words[4][16];
   double weights[16];
-  if (args.columns == nullptr) {
-    for (std::int64_t i = 0; i < args.count; i += 64) {
-      for (int lane = 0; lane < 16; ++lane) first[lane] = static_cast<std::uint32_t>((args.first_column + i) / 4 + lane);
-      Philox(first, args.stream, words);
-      for (int word = 0; word < 4 && i + 16 * word < args.count; ++word) {
-        LoadWeights(args, i + 16 * word, weights);
-        racers.Run(words[word], weights, i + 16 * word);
-      }
-    }
-    return racers.Winner();
-  }
   for (std::int64_t i = 0; i < args.count; i += 16) {
     std::uint32_t column[16] = {}, chosen[16];
     const std::int64_t n = args.count - i < 16 ? args.count - i : 16;
@@ -182,6 +173,17 @@ inline std::int64_t Race(const RaceArgs& args) {
     racers.Run(chosen, weights, i);
   }
   return racers.Winner();
+}
+
+inline void Exponentials(const ExponentialsArgs& args) {
+  std::uint32_t first[16], words[4][16];
+  for (std::int64_t i = 0; i < args.count; i += 64) {
+    for (int lane = 0; lane < 16; ++lane) first[lane] = static_cast<std::uint32_t>(i / 4 + lane);
+    Philox(first, args.stream, words);
+    for (int word = 0; word < 4; ++word) {
+      for (int lane = 0; lane < 16; ++lane) args.numbers[i + 16 * word + lane] = Exponential(words[word][lane]);
+    }
+  }
 }
 
 }  // namespace

@@ -67,7 +67,7 @@ struct ScanBlocksArgs {
 /// mass[b] = sum[b] e^((max[b] - reference) / T) for b < count.
 struct BlockMassArgs {
   const float* max = nullptr;
-  const float* sum = nullptr;
+  const float* sum = nullptr;  ///< null: 1 each
   std::int64_t count = 0;
   double reference = 0;
   double inverse_temperature = 1;
@@ -126,14 +126,20 @@ struct PhiloxStream {
 /// are independent exponential numbers, E_i = -log(u_i). This is the Gumbel-max trick without its second logarithm: -log(E_i /
 /// w_i) = log(w_i) + Gumbel_i.
 ///   u_i = (W + 1/2) / 2^32, W the word (c / 16) mod 4 of the Philox block with the counter 16 (c / 64) + c mod 16,
-///   c = columns[i], or first_column + i where `columns` is null (first_column a multiple of 64)
+///   c = columns[i]
 /// The first of equal ones. -1 where all weights are 0.
 struct RaceArgs {
   const double* weights = nullptr;
   const std::int32_t* columns = nullptr;
-  std::int64_t first_column = 0;
   std::int64_t count = 0;
   PhiloxStream stream;
+};
+
+/// numbers[i] = E_i of RaceArgs with c = i, for i < count.
+struct ExponentialsArgs {
+  std::int64_t count = 0;
+  PhiloxStream stream;
+  double* numbers = nullptr;  ///< room for `count` rounded up to 64
 };
 
 /// The kernels of one tier.
@@ -147,6 +153,7 @@ struct SamplingKernels {
   void (*weights)(const WeightsArgs&);
   ExactSums (*exact_sums)(const ExactSumsArgs&);
   std::int64_t (*race)(const RaceArgs&);
+  void (*exponentials)(const ExponentialsArgs&);
 };
 
 }  // namespace moesaic

@@ -137,8 +137,10 @@ inline std::int64_t ScanBlocks(const ScanBlocksArgs& args) {
 inline void BlockMass(const BlockMassArgs& args) {
   for (std::int64_t b = 0; b < args.count; ++b) {
     const double weight = ExpPrecise((static_cast<double>(args.max[b]) - args.reference) * args.inverse_temperature);
-    args.mass[b] = static_cast<double>(args.sum[b]) * weight;
+    args.mass[b] = weight;
   }
+  if (args.sum == nullptr) return;
+  for (std::int64_t b = 0; b < args.count; ++b) args.mass[b] *= static_cast<double>(args.sum[b]);
 }
 
 template <bool kMass, typename T>

@@ -7,7 +7,7 @@
 
 namespace {
 
-inline constexpr SamplingKernels kSamplingKernels = {Sample,  BracketTopP, ScanBlocks,     BlockMass,
-                                                     Collect, Weights,     ExactSumsOfRow, Race};
+inline constexpr SamplingKernels kSamplingKernels = {Sample,  BracketTopP,    ScanBlocks, BlockMass,   Collect,
+                                                     Weights, ExactSumsOfRow, Race,       Exponentials};
 
 }  // namespace

@@ -221,22 +221,33 @@ TEST_P(SamplingKernelsTest, RaceUsesPhilox) {
       for (const double factor : {0.9999, 1.0001}) {
         // Weights under which runner 0 is just ahead of, or just behind, runner 1.
         const double weights[2] = {time(words[a]), factor * time(words[b])};
-        EXPECT_EQ(Kernels().race({weights, columns, 0, 2, {}}), factor > 1 ? 1 : 0) << a << b;
-        std::vector<double> all(64);
-        all[static_cast<std::size_t>(columns[0])] = weights[0];
-        all[static_cast<std::size_t>(columns[1])] = weights[1];
-        EXPECT_EQ(Kernels().race({all.data(), nullptr, 0, 64, {}}), columns[factor > 1 ? 1 : 0]) << a << b;
+        EXPECT_EQ(Kernels().race({weights, columns, 2, {}}), factor > 1 ? 1 : 0) << a << b;
       }
     }
   }
 }
 
 TEST_P(SamplingKernelsTest, RaceNeedsAWeight) {
-  const std::vector<double> weights(300, 0.0);
-  EXPECT_EQ(Kernels().race({weights.data(), nullptr, 0, 300, {}}), -1);
-  std::vector<double> one = weights;
-  one[271] = 1e-300;
-  EXPECT_EQ(Kernels().race({one.data(), nullptr, 0, 300, {.seed = 5}}), 271);
+  std::vector<double> weights(300, 0.0);
+  std::vector<std::int32_t> columns(300);
+  std::iota(columns.begin(), columns.end(), 0);
+  EXPECT_EQ(Kernels().race({weights.data(), columns.data(), 300, {}}), -1);
+  weights[271] = 1e-300;
+  EXPECT_EQ(Kernels().race({weights.data(), columns.data(), 300, {.seed = 5}}), 271);
+}
+
+/// With its own number as weight each of two columns arrives at 1, so a slightly larger or smaller weight decides.
+TEST_P(SamplingKernelsTest, ExponentialsAreThoseOfTheRace) {
+  std::vector<double> numbers(320);
+  const PhiloxStream stream{.seed = 7, .offset = 3, .row = 2};
+  Kernels().exponentials({300, stream, numbers.data()});
+  for (std::int32_t i = 0; i < 299; ++i) {
+    const std::int32_t columns[2] = {i, i + 1};
+    for (const double factor : {0.999999, 1.000001}) {
+      const double weights[2] = {numbers[static_cast<std::size_t>(i)], factor * numbers[static_cast<std::size_t>(i) + 1]};
+      ASSERT_EQ(Kernels().race({weights, columns, 2, stream}), factor > 1 ? 1 : 0) << i;
+    }
+  }
 }
 
 std::vector<const KernelTier*> RunnableTiers() {

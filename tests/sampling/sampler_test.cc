@@ -263,6 +263,37 @@ TEST(Sampler, LongRowsAreDrawnFromEvenly) {
   for (const double n : places) EXPECT_NEAR(n, kDraws / 16.0, 5 * std::sqrt(kDraws / 16.0));
 }
 
+/// Only with their probabilities are the sums of all blocks known when the block is drawn.
+TEST(Sampler, TokensDoNotDependOnWhatElseIsAsked) {
+  constexpr std::int64_t kColumns = 20000, kDraws = 2000;
+  for (const float deviation : {0.5f, 2.0f, 8.0f}) {
+    const std::vector<float> logits = Normal(kColumns, deviation, 6);
+    for (const Options& options : {Options{}, Options{.temperature = 0.1}}) {
+      const Draws known = Draw(logits, kDraws, options, 21, TestPool(), true);
+      EXPECT_EQ(Draw(logits, kDraws, options, 21, TestPool(), true, Confidence::kMargin).ids, known.ids) << deviation;
+    }
+  }
+}
+
+/// The bracket of top_p is looked at only in the blocks that may win: by chi-square, as above, of the blocks' frequencies.
+TEST(Sampler, BlocksOfANucleusAreDrawnByTheirMasses) {
+  constexpr std::int64_t kColumns = 20000, kDraws = 20000, kBlocks = (kColumns + kSamplingBlock - 1) / kSamplingBlock;
+  const std::vector<float> logits = Normal(kColumns, 1, 12);
+  const std::vector<double> expected = Reference(logits, {.top_p = 0.9});
+  const Draws draws = Draw(logits, kDraws, {.top_p = 0.9}, 5, TestPool(), true);
+  std::vector<double> means(kBlocks), counts(kBlocks);
+  for (std::size_t i = 0; i < expected.size(); ++i) means[i / kSamplingBlock] += expected[i] * kDraws;
+  for (const std::int64_t id : draws.ids) {
+    ASSERT_GT(expected[static_cast<std::size_t>(id)], 0) << id;
+    ++counts[static_cast<std::size_t>(id / kSamplingBlock)];
+  }
+  double chi_square = 0;
+  for (std::size_t b = 0; b < means.size(); ++b) chi_square += (counts[b] - means[b]) * (counts[b] - means[b]) / means[b];
+  const double freedom = kBlocks - 1;
+  EXPECT_LT(chi_square, freedom + 5 * std::sqrt(2 * freedom));
+  EXPECT_GT(chi_square, freedom - 5 * std::sqrt(2 * freedom));
+}
+
 TEST(Sampler, TokensDoNotDependOnThreadsOrNeighbours) {
   for (const float deviation : {1.0f, 5.0f}) {
     constexpr std::int64_t kRows = 5, kColumns = 70000;
