@@ -35,7 +35,7 @@ def test_document_archive_and_diff(in_folder, capsys):
     assert "a token for each row" in (folder / "table.txt").read_text()
     assert main(["profile", "diff", str(folder), str(folder), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {row["phase"] for row in rows} == {"(wall clock)", "softmax", "select", "draw"}
+    assert {row["phase"] for row in rows} == {"(wall clock)", "select", "draw"}
     assert {row["verdict"] for row in rows} == {"same"}
 
 
