@@ -27,6 +27,7 @@ need_nsys() {
   exit 1
 }
 
+[[ ${1:-} == --help ]] && usage 0
 [[ ${1:-} == report && $# == 2 ]] && {
   need_nsys
   report "$2"

@@ -366,7 +366,7 @@ def test_gpu_outputs_on_their_way_are_not_overwritten() -> None:
             host = staging._queue(torch.device("cuda", 0)).host_like(expected[0])
             host.copy_(expected[0])
             torch.cuda._sleep(2_000_000)
-            out, _, _, _ = staging.forward(layer._core, x.cuda(), problem.ids, problem.weights, (), (), False)
+            out, *_ = staging.forward(layer._core, x.cuda(), problem.ids, problem.weights, (), (), False)
             delayed.append(out)
     stream.synchronize()
     assert_equal(delayed, expected)

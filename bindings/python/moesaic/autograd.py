@@ -31,13 +31,12 @@ class _MoeExperts(torch.autograd.Function):
         top_k_weights: torch.Tensor,
         *lora_tensors: torch.Tensor,
     ) -> torch.Tensor:
-        out, state, host_hidden, host_weights = staging.forward(
+        out, state, host_hidden, host_weights, ctx.devices = staging.forward(
             core, hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, True
         )
         ctx.save_for_backward(state, host_hidden, host_weights, *lora_tensors)
         ctx.core = core
         ctx.lora_layout = lora_layout
-        ctx.devices = tuple(tensor.device for tensor in (hidden, top_k_weights, *lora_tensors))
         ctx.set_materialize_grads(False)
         return out
 

@@ -25,8 +25,8 @@ class Saved:
     top_k_weights: torch.Tensor
     lora_tensors: tuple[torch.Tensor, ...]
     lora_layout: Layout
-    devices: tuple[torch.device, ...]
-    """Where the gradients go: of hidden, of top_k_weights, and of each of `lora_tensors`."""
+    devices: tuple[torch.device, ...] | None
+    """Where the gradients go: of hidden, of top_k_weights, and of each of `lora_tensors`; None: all in CPU memory."""
 
     @property
     def nbytes(self) -> int:
@@ -133,12 +133,11 @@ class ExpertsLayer:
         _core.mark_entry()
         lora_tensors, lora_layout = flatten(lora)
         staging.check_tensors(hidden, top_k_ids, top_k_weights)
-        out, state, host_hidden, host_weights = staging.forward(
+        out, state, host_hidden, host_weights, devices = staging.forward(
             self._core, hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, save
         )
         saved = None
         if state is not None:
-            devices = tuple(tensor.device for tensor in (hidden, top_k_weights, *lora_tensors))
             saved = Saved(state, host_hidden, host_weights, lora_tensors, lora_layout, devices)
         _core.mark_exit()
         return out, saved

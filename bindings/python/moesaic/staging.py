@@ -62,19 +62,20 @@ def forward(
     lora_tensors: tuple[torch.Tensor, ...],
     lora_layout: Layout,
     save: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, _Devices | None]:
     """``core.forward`` for tensors on any devices.
 
     Returns:
         The output on the device of `hidden`, the state, and `hidden` and `top_k_weights` in CPU memory, to save them:
-        so backward copies neither again, and keeps no GPU memory alive.
+        so backward copies neither again, and keeps no GPU memory alive. At last the devices of `hidden`,
+        `top_k_weights` and the LoRA tensors, for `backward`.
 
     Raises: as `moesaic.moe_experts`.
     """
     inputs = (hidden, top_k_ids, top_k_weights)
     if _all_on_cpu(inputs) and _all_on_cpu(lora_tensors):
         out, state = core.forward(*inputs, lora_tensors, lora_layout, save)
-        return out, state, hidden, top_k_weights
+        return out, state, hidden, top_k_weights, None
     names = ("hidden", "top_k_ids", "top_k_weights")
     host_hidden, host_ids, host_weights, *host_lora = _to_host((*inputs, *lora_tensors), names)
     _core.mark_entry()  # the copies have rows of their own
@@ -85,7 +86,8 @@ def forward(
     _core.mark_exit()
     (result,) = _to_devices((out,), (hidden.device,))
     assert result is not None
-    return result, state, host_hidden, host_weights
+    devices = tuple(tensor.device for tensor in (hidden, top_k_weights, *lora_tensors))
+    return result, state, host_hidden, host_weights, devices
 
 
 def backward(
@@ -97,19 +99,21 @@ def backward(
     lora_layout: Layout,
     d_out: torch.Tensor,
     needs: tuple[bool, ...],
-    devices: _Devices,
+    devices: _Devices | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
     """``core.backward`` for tensors on any devices.
 
     Args:
-        devices: where the gradients go: those of hidden, of top_k_weights and of each LoRA tensor. (A hook for saved
-            tensors may have left the tensors themselves anywhere.)
+        devices: where the gradients go: those of hidden, of top_k_weights and of each LoRA tensor; None: all in CPU
+            memory. (A hook for saved tensors may have left the tensors themselves anywhere.)
 
     Raises: as `moesaic.ExpertsLayer.backward`.
     """
     tensors = (state, hidden, top_k_weights, d_out)
-    if _all_on_cpu(tensors) and _all_on_cpu(lora_tensors) and all(device.type == "cpu" for device in devices):
-        return core.backward(state, hidden, top_k_weights, lora_tensors, lora_layout, d_out, needs)
+    if devices is None:
+        if _all_on_cpu(tensors) and _all_on_cpu(lora_tensors):
+            return core.backward(state, hidden, top_k_weights, lora_tensors, lora_layout, d_out, needs)
+        devices = (torch.device("cpu"),) * len(needs)
     host_state, host_hidden, host_weights, host_d_out, *host_lora = _to_host(
         (*tensors, *lora_tensors), ("saved.state", "hidden", "top_k_weights", "d_out")
     )
