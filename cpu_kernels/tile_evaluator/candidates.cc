@@ -36,7 +36,7 @@ Axes AxesOf(const GemmProblem& problem, const MachineModel& machine) {
   };
   const auto columns = [&](std::int64_t target) { return std::min(all_columns, target); };
   return {
-      .task_rows = {all_rows, of_unit(384), of_unit(192), of_unit(96), unit},
+      .task_rows = {all_rows, of_unit(384), of_unit(192), of_unit(96), of_unit(unit)},
       .task_columns = {all_columns, shared(CeilDiv(machine.threads, groups)), shared(PartsForThreads(groups, machine.threads)),
                        columns(2 * kColumnGrid)},
       .call_rows = {all_rows, of_unit(96), of_unit(32)},
@@ -45,10 +45,18 @@ Axes AxesOf(const GemmProblem& problem, const MachineModel& machine) {
   };
 }
 
+/// Whether every group takes the direct form for few rows, whose calls run along the whole contraction.
+bool AllFewDirect(const GemmProblem& problem, const MachineModel& machine) {
+  return problem.form == GemmForm::kDirect && std::ranges::all_of(problem.groups, [&](const GroupRows& group) {
+           return group.rows <= machine.kernel.most_few_rows;
+         });
+}
+
 /// Whether another candidate does the same, or nothing speaks for it.
-bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem) {
+bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem, bool whole_depth) {
   const bool one_row_call = c.call_rows >= c.task_rows, one_column_call = c.call_columns >= c.task_columns;
   if (c.call_depth < problem.k) {
+    if (whole_depth) return true;
     // Rows that are rounded as they come out have no sums to go on from.
     if (problem.output_bytes == 2 && problem.form == GemmForm::kUnpack) return true;
   } else if (c.order == LoopOrder::kDepth) {
@@ -63,7 +71,7 @@ bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem) {
 template <typename Visit>
 void ForEach(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space, Visit&& visit) {
   const Axes axes = AxesOf(problem, machine);
-  const bool prune = space == CandidateSpace::kPruned;
+  const bool prune = space == CandidateSpace::kPruned, whole_depth = AllFewDirect(problem, machine);
   const auto repeated = [](std::span<const std::int64_t> axis, std::size_t i) {
     const auto before = axis.first(i);
     return std::find(before.begin(), before.end(), axis[i]) != before.end();
@@ -89,7 +97,7 @@ void ForEach(const GemmProblem& problem, const MachineModel& machine, CandidateS
               c.call_columns = call_columns[cc];
               c.call_depth = axes.call_depth[cd];
               c.order = order;
-              if (!prune || !IsPruned(c, problem)) visit(c, again_depth);
+              if (!prune || !IsPruned(c, problem, whole_depth)) visit(c, again_depth);
             }
           }
         }

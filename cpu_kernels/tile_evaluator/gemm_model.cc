@@ -59,6 +59,16 @@ constexpr double kUnpackOverlap = 2;
 /// rows: 36 and 79, 77 and 107; direct without prefetching, 2 rows: 24, 107.)
 constexpr double kFewDirectOverlap = 1.5, kFewUnpackOverlap = 2;
 
+/// The unpack form prefetches a tile column while it works on the one before. Of what waits so long in L2 a share is lost before
+/// it is used, about as large as the column's share of L2; those lines are waited for, so many at a time. (Where the tile unit
+/// computes while the vectors unpack, products may hide it: layers on such a host show no sign of it.)
+/// (AVX-512, 2 MB of L2, ns a stored tile with 8 rows along parts of 512, 1,024, 1,536, 2,048, 2,560, 4,864 of the contraction:
+/// 103, 109, 116, 121, 127, 140; with 32 rows 316, 321, 325, 325, 336, 355; with weights in L3 the same up to 2,560.)
+constexpr double kLostAtATime = 10;
+/// What weights of the direct form take that nothing prefetches: so much longer than memory's rate.
+/// (AVX-512, 32 to 256 rows, calls of all columns instead of 32: 5, 0, 0, 0, 1, 1, 5% longer.)
+constexpr double kWithoutPrefetch = 1.1;
+
 /// Stores to lines of a result that are under way at a time. (AVX-512, 2 MB of bf16: 44 ns a line at a latency of 124.)
 constexpr double kStores = 3;
 
@@ -70,6 +80,7 @@ struct TaskCost {
   double round_ns = 0;                        ///< sums that are rounded: what their stores are waited for
   bool few = false;                           ///< by the forms for few rows
   double unfetched = 0;                       ///< share of the weights that nothing prefetches
+  double lost_ns = 0;                         ///< waiting for weights that were prefetched too early
   std::array<double, kMemoryLevels> bytes{};  ///< read or written beyond the caches below that level
 };
 
@@ -117,6 +128,12 @@ class TaskCounter {
       cost.unfetched = static_cast<double>(p_.form == GemmForm::kUnpack ? column_calls : 1) / static_cast<double>(pieces);
     }
     cost.calls_ns = calls * m_.kernel.call_ns;
+    if (p_.form == GemmForm::kUnpack && !m_.kernel.unpack_overlaps && task.weights_from == MemoryLevel::kMemory) {
+      const double share = Product(kTileColumns, depth, p_.weight_bytes) / static_cast<double>(m_.cache_bytes[1]);
+      const double lines = Product(task.columns, p_.k, p_.weight_bytes) / 64;
+      const double fetched = cost.few ? 1.0 : 1 - cost.unfetched;
+      cost.lost_ns = fetched * lines * std::min(share, 1.0) * m_.latency_ns[3] / kLostAtATime;
+    }
 
     // Loops over calls: how often each operand is read anew, and what is read in between.
     const double weights = Product(task.columns, p_.k, p_.weight_bytes), activations = Product(task.rows, p_.k, 2);
@@ -128,8 +145,8 @@ class TaskCounter {
     const double activations_between = rows_outer ? row_block + column_block : all_rows + column_block;
     Add(cost, task.weights_from, weights);
     AddAgain(cost, weights_between, weights * static_cast<double>(row_calls - 1));
-    // What is prefetched waits in L2 while the call before computes, and is read from there.
-    if (prefetches && !cost.few) AddAgain(cost, 2 * Product(call_columns, p_.k, p_.weight_bytes), weights);
+    // What is prefetched waits in L2 while the call before computes. Reading it from there is part of the memory's rate.
+    if (prefetches && !cost.few) AddAgain(cost, 2 * Product(call_columns, p_.k, p_.weight_bytes), weights, MemoryLevel::kL3);
     Add(cost, task.activations_from, activations);
     AddAgain(cost, activations_between, activations * static_cast<double>(column_calls - 1));
 
@@ -143,12 +160,13 @@ class TaskCounter {
  private:
   static void Add(TaskCost& cost, MemoryLevel level, double bytes) { cost.bytes[static_cast<std::size_t>(level)] += bytes; }
 
-  /// `bytes` are read again, after `between` bytes of other data: each level gives what it still has.
-  void AddAgain(TaskCost& cost, double between, double bytes) const {
+  /// `bytes` are read again, after `between` bytes of other data: each level gives what it still has. Above `counted` that
+  /// takes no time.
+  void AddAgain(TaskCost& cost, double between, double bytes, MemoryLevel counted = MemoryLevel::kL1) const {
     if (bytes <= 0) return;
     for (std::size_t level = 0; level < 3; ++level) {
       const double found = bytes * std::clamp((none_found_[level] - between) * share_per_byte_[level], 0.0, 1.0);
-      cost.bytes[level] += found;
+      if (level >= static_cast<std::size_t>(counted)) cost.bytes[level] += found;
       bytes -= found;
     }
     cost.bytes[3] += bytes;
@@ -211,7 +229,9 @@ class TaskCounter {
       AddAgain(cost, kept_between, kept * (passes - 1));
     }
     const double groups = static_cast<double>(CeilDiv(kept_size, kept_group));
-    AddAgain(cost, Product(passed_size + kept_group, depth, 2), passed * (groups - 1));
+    // The unpack form has its tile column twice, as it is stored and unpacked.
+    const std::int64_t columns = p_.form == GemmForm::kUnpack ? 2 * kept_group : kept_group;
+    AddAgain(cost, Product(passed_size + columns, depth, 2), passed * (groups - 1));
   }
 
   void CountResult(const TaskShape& task, std::int64_t call_rows, std::int64_t call_columns, std::int64_t depth,
@@ -261,7 +281,10 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
                              : problem.form == GemmForm::kUnpack ? kernel.unpack_gbps
                                                                  : machine.gbps[3];
   const double cells = (cost.cells_ns + cost.calls_ns) * kNsToMs;
-  const double unpack = cost.unpack_ns * kNsToMs, memory = supply(MemoryLevel::kMemory, memory_gbps);
+  const double unpack = cost.unpack_ns * kNsToMs;
+  const double slower =
+      problem.form == GemmForm::kDirect && !cost.few ? 1 + (kWithoutPrefetch - 1) * cost.unfetched : 1.0;
+  const double memory = slower * supply(MemoryLevel::kMemory, memory_gbps) + cost.lost_ns * kNsToMs;
   const double rounding = cost.round_ns * kNsToMs;
   // Beside the products, all that overlaps with them: L2, L3, and what the vectors unpack where they are idle. Memory, too,
   // but where the vectors are busy it is prefetched while they unpack.

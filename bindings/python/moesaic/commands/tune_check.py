@@ -14,7 +14,7 @@ from moesaic.commands.output import Tables, UsageError
 
 if TYPE_CHECKING:
     from moesaic.perf import GemmShape, Machine
-    from moesaic.perf.gemm_evaluator import GemmEstimate
+    from moesaic.perf.gemm_evaluator import Configuration, GemmEstimate
     from moesaic.perf.timing import ShapeTimer
 
 SCHEMA = 1
@@ -25,8 +25,10 @@ _BARS = {
     "analytic within 15%": ("analytic", 1.15, 1.0),
     "measured within 3%": ("measured", 1.03, 0.95),
 }
-_SCAN_RUNS, _FINAL_RUNS = 2, 9
-_SECONDS = 6.0  # until the runs of a shape, all candidates or the best ones, were undisturbed
+_SCAN_RUNS, _SCAN_MS = 2, 3000.0  # of every candidate; once where that takes longer
+_FINAL_RUNS = 9
+_DUEL_RUNS, _DUEL_MS = (9, 61), 1500.0  # more where they are short: medians must tell 2% apart
+_SECONDS, _TIMES_AS_LONG = 6.0, 3  # until the runs were undisturbed: so long, and so many times what they take
 
 
 def held_out_shapes() -> list[GemmShape]:
@@ -92,34 +94,50 @@ def check(machine: Machine, count: int) -> dict[str, Any]:
 def _compare(
     timer: ShapeTimer, shape: GemmShape, ranked: Sequence[GemmEstimate], machine: Machine
 ) -> dict[str, Any] | None:
-    """Runs all candidates, then the best of them, the model's choice and that of the measured mode in turn, all while
-    nobody disturbs the host; None where somebody did all the time."""
+    """Runs all candidates; then the best of them, the model's choice and that of the measured mode in turn; then these
+    two and the fastest of all in turn once more. All while nobody disturbs the host; None where somebody did all the
+    time."""
     from moesaic.perf.timing import FINALISTS, best_of
 
     configurations = [answer.configuration for answer in ranked]
     kernels = machine.kernels[timer.isa]
-    scan = [min(row, default=math.inf) for row in timer.undisturbed(kernels, configurations, _SCAN_RUNS, _SECONDS)]
-    order = sorted((i for i in range(len(scan)) if scan[i] < math.inf), key=lambda i: scan[i])[:_FINALS]
+    predicted = ranked[0].milliseconds
+
+    def run(some: Sequence[Configuration], count: int) -> list[list[float]]:
+        seconds = _TIMES_AS_LONG * count * len(some) * predicted * 1e-3
+        return timer.undisturbed(kernels, some, count, max(_SECONDS, seconds))
+
+    scan_runs = _SCAN_RUNS if _SCAN_RUNS * len(ranked) * predicted < _SCAN_MS else 1
+    scanned = run(configurations, scan_runs)
+    disturbed = [i for i, row in enumerate(scanned) if not row]  # the least of two runs will do to tell the ten best
+    for i, row in zip(disturbed, timer.measure([configurations[i] for i in disturbed], 2), strict=True):
+        scanned[i] = row
+    order = sorted(range(len(scanned)), key=lambda i: min(scanned[i]))[:_FINALS]
     measured = best_of(timer, kernels, ranked[:FINALISTS])[0].configuration
     finals = list(dict.fromkeys([configurations[0], measured, *(configurations[i] for i in order)]))
-    runs = timer.undisturbed(kernels, finals, _FINAL_RUNS, _SECONDS)
-    if not runs[0] or not runs[finals.index(measured)] or sum(time < math.inf for time in scan) < len(scan) // 2:
+    medians = [statistics.median(row) if row else math.inf for row in run(finals, _FINAL_RUNS)]
+    fastest = finals[medians.index(min(medians))]
+    # Of a dozen equally fast ones some look 3% faster than they are: what counts are runs made after the choice.
+    duel = list(dict.fromkeys([configurations[0], measured, fastest]))
+    least, most = _DUEL_RUNS
+    runs = run(duel, max(least, min(most, int(_DUEL_MS / (len(duel) * predicted)))))
+    if not all(runs):
         return None
     count = min(len(row) for row in runs)
-    medians = [statistics.median(row) if row else math.inf for row in runs]
+    medians = [statistics.median(row) for row in runs]
     best = min(medians)
+    chosen_ms, measured_ms = medians[0], medians[duel.index(measured)]
     sizes = {name: getattr(shape, name) for name in ("groups", "m", "k", "n", "form", "input", "output")}
-    fastest = finals[medians.index(best)]
     return {
         **sizes,
         "candidates": len(ranked),
         "repetitions": count,
-        "predicted_ms": ranked[0].milliseconds,
-        "analytic_ms": medians[0],
-        "measured_ms": medians[finals.index(measured)],
+        "predicted_ms": predicted,
+        "analytic_ms": chosen_ms,
+        "measured_ms": measured_ms,
         "best_ms": best,
-        "analytic": medians[0] / best,
-        "measured": medians[finals.index(measured)] / best,
+        "analytic": chosen_ms / best,
+        "measured": measured_ms / best,
         "chosen": vars(configurations[0]),
         "fastest": vars(fastest),
         "fastest_predicted_ms": next(a.milliseconds for a in ranked if a.configuration == fastest),

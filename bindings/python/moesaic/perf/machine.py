@@ -282,6 +282,7 @@ def host_key() -> str:
     topology = _core.topology()
     parts = [
         SCHEMA,
+        _core.gemm_model_version,  # some figures are what makes the model say what was measured
         platform.node(),
         _core.cpu_name(),
         topology["cores"],
