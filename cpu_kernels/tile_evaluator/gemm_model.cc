@@ -59,11 +59,11 @@ constexpr double kUnpackOverlap = 2;
 /// rows: 36 and 79, 77 and 107; direct without prefetching, 2 rows: 24, 107.)
 constexpr double kFewDirectOverlap = 1.5, kFewUnpackOverlap = 2;
 
-/// The unpack form prefetches a tile column while it works on the one before. Of what waits so long in L2 a share is lost before
-/// it is used, about as large as the column's share of L2; those lines are waited for, so many at a time. (Where the tile unit
-/// computes while the vectors unpack, products may hide it: layers on such a host show no sign of it.)
-/// (AVX-512, 2 MB of L2, ns a stored tile with 8 rows along parts of 512, 1,024, 1,536, 2,048, 2,560, 4,864 of the contraction:
-/// 103, 109, 116, 121, 127, 140; with 32 rows 316, 321, 325, 325, 336, 355; with weights in L3 the same up to 2,560.)
+/// The unpack form prefetches a tile column while it works on the one before. Of what waits so long in L2 a share is lost
+/// before it is used, about as large as the column's share of L2; those lines are waited for, so many at a time. (Where the
+/// tile unit computes while the vectors unpack, products may hide it: layers on such a host show no sign of it.) (AVX-512, 2 MB
+/// of L2, ns a stored tile with 8 rows along parts of 512, 1,024, 1,536, 2,048, 2,560, 4,864 of the contraction: 103, 109, 116,
+/// 121, 127, 140; with 32 rows 316, 321, 325, 325, 336, 355; with weights in L3 the same up to 2,560.)
 constexpr double kLostAtATime = 10;
 /// What weights of the direct form take that nothing prefetches: so much longer than memory's rate.
 /// (AVX-512, 32 to 256 rows, calls of all columns instead of 32: 5, 0, 0, 0, 1, 1, 5% longer.)
@@ -282,8 +282,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
                                                                  : machine.gbps[3];
   const double cells = (cost.cells_ns + cost.calls_ns) * kNsToMs;
   const double unpack = cost.unpack_ns * kNsToMs;
-  const double slower =
-      problem.form == GemmForm::kDirect && !cost.few ? 1 + (kWithoutPrefetch - 1) * cost.unfetched : 1.0;
+  const double slower = problem.form == GemmForm::kDirect && !cost.few ? 1 + (kWithoutPrefetch - 1) * cost.unfetched : 1.0;
   const double memory = slower * supply(MemoryLevel::kMemory, memory_gbps) + cost.lost_ns * kNsToMs;
   const double rounding = cost.round_ns * kNsToMs;
   // Beside the products, all that overlaps with them: L2, L3, and what the vectors unpack where they are idle. Memory, too,
