@@ -45,6 +45,8 @@ struct Blocking {
   std::int64_t tail_jobs = 0;                ///< the last jobs, which are cut finer so that no core idles while others finish
   std::int64_t tail_parts = 1;               ///< how many times finer
   std::int64_t gradient_columns = 4;         ///< tile columns of X or dO whose row pairs are in cache at a time, 1 to 4
+  std::int64_t unpack_depth = 0;  ///< right tiles (32) of the unpack form's contraction that are taken at a time, a multiple of
+                                  ///< 8; 0: all
 };
 
 /// Parts into which each of `pieces` of work is cut for `threads` threads: three tasks a thread, enough that the last ones do

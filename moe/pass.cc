@@ -11,6 +11,8 @@ namespace moesaic::moe {
 namespace {
 
 constexpr std::int64_t kBlocksPerUnit = kIntermediateUnit / kTileColumns;
+/// Columns whose sums wait while the unpack form takes a contraction in slices.
+constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns;
 /// Large buffers are whole huge pages: jobs, adapters, and those that grow with T.
 constexpr std::int64_t kRounding = std::int64_t{12} << 20;
 
@@ -73,7 +75,7 @@ void Pass::Plan() {
   // Several groups in flight, so that one can be packed or written while others compute. Two are enough for a few threads:
   // smaller groups would read and write each cache line of PEFT's B more often. (Groups of 4 for 16 experts on
   // 2 threads, 16 tokens: a backward takes 1.7 times as long.)
-  const std::int64_t in_flight = threads <= 4 ? 2 : 4;
+  const std::int64_t in_flight = threads <= 4 ? 2 : 3;
   lora_group_ = kLoraGroup;
   while (lora_group_ > 1 && in_flight * lora_group_ * expert_bytes > LoraBudget(threads)) lora_group_ /= 2;
   groups = BuildGroups(config, jobs, lora_group_);
@@ -128,7 +130,7 @@ std::int64_t Pass::StageScratchBytes() const {
   // parts.
   const std::int64_t unpacked = 256 * (RoundUp(LargestShard(shards), kTileColumns) + rank);
   // The low rank products hold two fp32 blocks of [rows][rank], the others 32 fp32 columns and three times as many in bf16.
-  return unpacked + most_rows * (8 * rank + 320) + 256;
+  return unpacked + most_rows * std::max<std::int64_t>(8 * rank + 320, kSumColumns * 4) + 256;
 }
 
 /// Experts with rows take consecutive places in the ring; a group's places are freed when its gradients are written.
@@ -196,7 +198,13 @@ void Pass::MultiplyToRows(const Job& job, std::span<const GemmSegment> segments,
   gemm.first_column = columns.begin;
   gemm.columns = columns.end - columns.begin;
   gemm.rows = rows;
-  gemm.scratch = static_cast<BFloat16*>(ThreadScratch(UnpackScratchElements(segments) * 2));
+  const std::int64_t unpacked = UnpackScratchElements(segments);
+  const std::int64_t sums = blocking.unpack_depth > 0 ? gemm.panels * kPanelRows * kSumColumns : 0;
+  Carver carver(ThreadScratch(2 * unpacked + 4 * sums + 128));
+  gemm.scratch = carver.Take<BFloat16>(unpacked);
+  if (sums > 0) gemm.c = carver.Take<float>(sums);
+  gemm.ldc = kSumColumns;
+  gemm.depth = blocking.unpack_depth;
   kernels.unpack_gemm(gemm);
 }
 

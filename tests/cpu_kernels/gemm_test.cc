@@ -360,14 +360,20 @@ TEST_P(GemmRandom, UnpackFormToRows) {
     for (std::int64_t i = 0; i < shape.m; ++i) {
       if (i % 5 != 3) rows[static_cast<std::size_t>(i)] = memory.As<BFloat16>() + (shape.m - 1 - i) * width;
     }
-    problem.args.c = nullptr;
     problem.args.rows = rows.data();
-    tier_->unpack_gemm(problem.args);
-    for (std::int64_t i = 0; i < shape.m; ++i) {
-      for (std::int64_t j = 0; j < width; ++j) {
-        const BFloat16 value = memory.As<BFloat16>()[(shape.m - 1 - i) * width + j];
-        const BFloat16 wanted = i % 5 == 3 ? BFloat16{0xffff} : ToBFloat16(expected.args.c[i * expected.args.ldc + j]);
-        ASSERT_EQ(value.bits, wanted.bits) << i << ", " << j;
+    problem.args.ldc = 256;
+    const PoisonedBuffer sums(problem.args.panels * 16 * problem.args.ldc * 4);
+    for (const std::int64_t depth : {0, 8, 24}) {
+      problem.args.depth = depth;
+      problem.args.c = depth > 0 ? sums.As<float>() : nullptr;
+      tier_->unpack_gemm(problem.args);
+      for (std::int64_t i = 0; i < shape.m; ++i) {
+        for (std::int64_t j = 0; j < width; ++j) {
+          BFloat16& value = memory.As<BFloat16>()[(shape.m - 1 - i) * width + j];
+          const BFloat16 wanted = i % 5 == 3 ? BFloat16{0xffff} : ToBFloat16(expected.args.c[i * expected.args.ldc + j]);
+          ASSERT_EQ(value.bits, wanted.bits) << i << ", " << j << ", depth " << depth;
+          value.bits = 0xffff;
+        }
       }
     }
   }
@@ -442,6 +448,7 @@ TEST_P(GemmRandom, UnpackFormSameBitsForAnyBlocking) {
           args.first_column = n;
           args.columns = std::min<std::int64_t>(1 + static_cast<std::int64_t>(random() % 4), whole.args.columns - n);
           args.c = cut.args.c + p * 16 * args.ldc + n * 32;
+          args.depth = 8 * static_cast<std::int64_t>(random() % 3);
           if (trial == 2) {
             for (std::size_t s = 0; s < cut.segments.size(); ++s) {
               args.segments = {&cut.segments[s], 1};
