@@ -26,7 +26,9 @@ Times the fused operators on the layers of an encoder (attention output and both
 one set of inputs; ratio: the peer's median over moesaic's. torch: eager; compile: torch.compile with frozen weights;
 onednn: the oneDNN inside PyTorch on weights that it packed before, GELU and residual as post-ops, a norm behind them.
 of limit: the larger of flops / compute ceiling and bytes read and written / read bandwidth, over the time; ceilings are
-probed before and after each repetition, and one whose probes differ by more than 10% does not count. odd over aligned:
+probed before and after each repetition, and one whose probes differ by more than 10% does not count. of stream, of
+silu_mul: the time of PyTorch's exclusive or of both halves, as much read and written and hardly any arithmetic, from
+the caches or memory as the engine's call finds its input, over the time. odd over aligned:
 flops a second of hidden 770 over those of 768. Results are compared with PyTorch in double precision on 256 rows first;
 exits 1 if one is wrong."""
 
@@ -155,6 +157,9 @@ def _measure_case(
     row: dict[str, Any] = {"name": case.name, "rows": case.rows, "n": case.n, "k": case.k, "peers": {}}
     row |= {"flops": case.flops, "bytes": case.bytes, "verified": inputs.error()}
     calls: dict[str, Callable[[], object]] = {"moesaic": engine}
+    stream = inputs.stream()
+    if stream is not None:
+        calls["stream"] = stream  # first behind the engine: as there, the probe has just gone through the caches
     for name in peers:
         peer = inputs.peer(name)
         if isinstance(peer, str):
@@ -183,8 +188,10 @@ def _measure_case(
     row["moesaic"] = {"ms": summary(times["moesaic"]), "dropped": dropped}
     row["moesaic"]["fraction_of_limit"] = statistics.median(fractions) if fractions else None
     middle = row["moesaic"]["ms"]["median"]
+    if "stream" in times:
+        row["moesaic"]["fraction_of_stream"] = statistics.median(times["stream"]) / middle
     for name in calls:
-        if name != "moesaic":
+        if name not in ("moesaic", "stream"):
             values = summary(times[name])
             row["peers"][name] = {"ms": values, "ratio": values["median"] / middle}
     if case.name.startswith("silu_mul"):
@@ -229,7 +236,9 @@ def _show(document: dict[str, Any]) -> None:
     rows, notes = [], []
     for row in document["cases"]:
         fraction = row["moesaic"]["fraction_of_limit"]
-        cells = [row["name"], f"{row['moesaic']['ms']['median']:,.3f}", "-" if fraction is None else f"{fraction:.2f}"]
+        stream = row["moesaic"].get("fraction_of_stream")
+        cells = [row["name"], f"{row['moesaic']['ms']['median']:,.3f}"]
+        cells += ["-" if share is None else f"{share:.2f}" for share in (fraction, stream)]
         for name in names:
             ratio = row["peers"][name].get("ratio")
             cells.append("-" if ratio is None else f"{ratio:.2f}x")
@@ -241,7 +250,7 @@ def _show(document: dict[str, Any]) -> None:
             notes.append(f"{row['name']}: {row['peak_bytes'] / 2**20:,.0f} MiB at the peak, input and result")
         if row["verified"] > bound:
             notes.append(f"{row['name']}: WRONG, relative L2 {row['verified']:.1e}; the bound is {bound:.0e}")
-    header = ["", "ms", "of limit", *(f"vs {name}" for name in names), "odd over aligned", "error"]
+    header = ["", "ms", "of limit", "of stream", *(f"vs {name}" for name in names), "odd over aligned", "error"]
     tables.table("Fused operators", header, rows)
     for note in dict.fromkeys(notes):
         tables.line(note)
