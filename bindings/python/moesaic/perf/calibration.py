@@ -25,7 +25,7 @@ Statistic = Callable[[Sequence[float]], float]
 
 
 _PRIOR_WEIGHT = 0.03  # against the relative error of one group of phases in one case
-_MOST_SECONDS = 3.0  # for the repetitions of a case, if three are done
+_MOST_SECONDS = 8.0  # for the repetitions of a case, if three are done
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class MeasuredLayer:
         forward_ms, backward_ms: of a call.
         spread: the median of forward and backward over their least: 1 on a host that nobody else uses.
         phases: thread milliseconds of the groups of phases.
+        undisturbed: whether some of the timed repetitions were; else these are times of a host that others use.
     """
 
     case: LayerCase
@@ -102,6 +103,7 @@ class MeasuredLayer:
     backward_ms: float
     spread: float
     phases: Mapping[str, float]
+    undisturbed: bool = True
 
 
 def measure_layer(
@@ -153,8 +155,8 @@ def measure_layer(
             by_name[row["name"]] = by_name.get(row["name"], 0.0) + row["thread_ms"]
         return {group: sum(by_name.get(name, 0.0) for name in names) for group, names in _TIMERS.items()}
 
-    times = _undisturbed(call, repetitions, undisturbed)
-    phases = _undisturbed(profiled, repetitions, undisturbed)
+    times, any_undisturbed = repeat_undisturbed(call, repetitions, undisturbed)
+    phases, _ = repeat_undisturbed(profiled, repetitions, undisturbed)
     forward, backward = [f for f, _ in times], [b for _, b in times]
     whole = [f + b for f, b in times]
     rows = torch.bincount(batch.ids.flatten(), minlength=s.experts)
@@ -165,14 +167,16 @@ def measure_layer(
         statistic(backward),
         statistics.median(whole) / min(whole),
         {group: statistic([phase[group] for phase in phases]) for group in _TIMERS},
+        any_undisturbed,
     )
 
 
 T = TypeVar("T")
 
 
-def _undisturbed(run: Callable[[], T], repetitions: int, undisturbed: Callable[[], bool]) -> list[T]:
-    """Results of so many undisturbed runs; fewer where some seconds are over first; all where none was undisturbed."""
+def repeat_undisturbed(run: Callable[[], T], repetitions: int, undisturbed: Callable[[], bool]) -> tuple[list[T], bool]:
+    """Results of so many undisturbed runs, fewer where some seconds are over first; those of all runs, and False, where
+    none was undisturbed."""
     every: list[T] = []
     found: list[T] = []
     until = time.perf_counter() + _MOST_SECONDS
@@ -183,7 +187,7 @@ def _undisturbed(run: Callable[[], T], repetitions: int, undisturbed: Callable[[
         if before and after:
             found.append(every[-1])
         before = after
-    return found or every
+    return found or every, bool(found)
 
 
 def calibrate(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moesaic.perf.calibration import LayerCase, Statistic, alone, calibrate, measure_layer, sentinel
+from moesaic.perf.calibration import LayerCase, Statistic, alone, calibrate, measure_layer, repeat_undisturbed, sentinel
 from moesaic.perf.gemm_evaluator import GemmEvaluator
 from moesaic.perf.layer_model import ExpertsShape, LayerModel
 from moesaic.perf.machine import Machine
@@ -30,6 +30,7 @@ BARS: dict[str, tuple[float, float | None]] = {
 """By group: the median error that is allowed, and the 95th percentile. For skewed routing it is the largest error."""
 
 
+_DISTURBED = "others used the host all the time"
 _MOST_GEMM_SECONDS = 3.0  # until the repetitions of a shape are undisturbed
 
 
@@ -121,15 +122,15 @@ def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callabl
         found = _gemms(GemmEvaluator(machine, threads, False), plan, progress)
         missing = len(gemm_shapes()) - len(found)
         if missing:
-            left_out["gemm"] = f"{missing} of {len(gemm_shapes())} shapes: others used the host all the time"
+            left_out["gemm"] = f"{missing} of {len(gemm_shapes())} shapes: {_DISTURBED}"
         pairs += found
     if rates is not None:
         model = LayerModel(start.products, rates)
         if "layer" in plan.parts:
-            pairs += _layers(model, plan, progress)
+            pairs += _layers(model, plan, progress, left_out)
         if "step" in plan.parts:
             try:
-                pairs += _steps(model, plan, progress)
+                pairs += _steps(model, plan, progress, left_out)
             except ImportError as error:
                 left_out["step"] = f"transformers or PEFT is missing: {error}"
     return {
@@ -206,11 +207,16 @@ def _gemms(evaluator: GemmEvaluator, plan: CheckPlan, progress: Callable[[str], 
     return pairs
 
 
-def _layers(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) -> list[Pair]:
+def _layers(
+    model: LayerModel, plan: CheckPlan, progress: Callable[[str], None], left_out: dict[str, str]
+) -> list[Pair]:
     pairs, undisturbed = [], sentinel(model)
     for case in layer_cases(full=plan.full):
         progress(str(case))
         measured = measure_layer(case, plan.repetitions, plan.statistic, undisturbed)
+        if not measured.undisturbed:
+            left_out[str(case)] = _DISTURBED
+            continue
         of_case = alone(model, case.shape)
         forward = of_case.forward(case.shape, measured.rows).milliseconds
         backward = of_case.backward(case.shape, measured.rows).milliseconds
@@ -224,7 +230,7 @@ def _layers(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None])
     return pairs
 
 
-def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) -> list[Pair]:
+def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None], left_out: dict[str, str]) -> list[Pair]:
     """The experts inside of training steps of the model of `make demo`, through transformers and PEFT."""
     import peft  # noqa: F401
     import torch
@@ -234,7 +240,7 @@ def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) 
     from moesaic.commands import step_bench
 
     progress("a training step of the demo's model")
-    rank = 16
+    rank, undisturbed = 16, sentinel(model)
     network = step_bench._model(step_bench.MODELS["demo"], rank)
     pairs = []
     for tokens in (512, 192):
@@ -255,13 +261,18 @@ def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) 
             of_step = LayerModel(model.products.with_resident(shape.weight_bytes * len(calls)), model.rates)
             forward += of_step.forward(shape, rows).milliseconds
             backward += of_step.backward(shape, rows).milliseconds
-        times = []
-        for _ in range(plan.repetitions):
+
+        def engine_ms(step: Callable[[], None] = step) -> float:
             with moesaic.profile() as profile:
                 step()
-            times.append(step_bench._engine_ms(profile))
+            return step_bench._engine_ms(profile)
+
+        name = f"demo model, {tokens} tokens, {len(calls)} layers"
+        times, any_undisturbed = repeat_undisturbed(engine_ms, plan.repetitions, undisturbed)
+        if not any_undisturbed:
+            left_out[name] = _DISTURBED
+            continue
         # What a call takes outside of the engine is no part of what is measured here.
         predicted = forward + backward - 2 * len(calls) * model.rates.unit_ms("call")
-        name = f"demo model, {tokens} tokens, {len(calls)} layers"
         pairs.append(Pair("step", name, predicted, plan.statistic(times), statistics.median(times) / min(times)))
     return pairs
