@@ -51,6 +51,8 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   // Superblocks of weights are 8 columns wide: a narrower task would read them in pieces.
   blocking.hidden_columns_per_task = std::min(columns, CeilDivide(CeilDivide(columns, query.threads == 1 ? 1 : tasks), 8) * 8);
   blocking.tokens_per_merge = 32;
+  // Every step is timed: four blocks together open a quarter of the ranges.
+  blocking.blocks_per_step = std::clamp<std::int64_t>(kMostStepBytes / (256 * std::max<std::int64_t>(query.rows, 1)), 1, 4);
   // A slice's activations, 1 KB for 16 rows and a tile, stay in a quarter of L2 while the weights of a superblock of columns
   // pass by. The contraction of down in backward, gate and up, is the longest.
   const std::int64_t tiles = CeilDivide(query.intermediate, 16), panels = CeilDivide(query.rows, 16);

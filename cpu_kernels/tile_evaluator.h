@@ -45,6 +45,7 @@ struct Blocking {
   std::int64_t tail_jobs = 0;                ///< the last jobs, which are cut finer so that no core idles while others finish
   std::int64_t tail_parts = 1;               ///< how many times finer
   std::int64_t gradient_columns = 4;         ///< tile columns of X or dO whose row pairs are in cache at a time, 1 to 4
+  std::int64_t blocks_per_step = 1;  ///< blocks of 32 rows of I whose products are computed before their activations, >= 1
   std::int64_t unpack_depth = 0;  ///< right tiles (32) of the unpack form's contraction that are taken at a time, a multiple of
                                   ///< 8; 0: all
 };
@@ -59,6 +60,9 @@ inline constexpr std::int64_t kLoraTaskElements = 64 * 1024;
 
 /// Rows of I in the smallest task, and in one partial sum of the routing weights' gradient.
 inline constexpr std::int64_t kIntermediateUnit = 128;
+
+/// Bytes of the sums of a step's blocks, gate and up, where those are several.
+inline constexpr std::int64_t kMostStepBytes = std::int64_t{64} << 10;
 
 Blocking ChooseBlocking(const BlockingQuery& query);
 

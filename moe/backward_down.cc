@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <span>
 #include <vector>
 
 #include "cpu_kernels/tensor_access.h"
@@ -98,86 +99,93 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
   gemm.few_rows = FewRows(job);
   gemm.ldc = gemm.activation_panels * kPanelRows;
-  const std::int64_t capacity = RoundUp(job.rows, kTileColumns);
+  const std::int64_t capacity = RoundUp(job.rows, kTileColumns), size = kTileColumns * gemm.ldc,
+                     step = blocking.blocks_per_step;
   TileMatrix transposed = TileMatrix::Activations(nullptr, kTileColumns, capacity);
-  Carver carver(ThreadScratch(kTileColumns * gemm.ldc * static_cast<std::int64_t>(sizeof(float)) +
-                              3 * (transposed.size() * static_cast<std::int64_t>(sizeof(BFloat16)) + 64)));
-  gemm.c = carver.Take<float>(kTileColumns * gemm.ldc);
+  Carver carver(ThreadScratch(step * (size * static_cast<std::int64_t>(sizeof(float)) +
+                                      3 * (transposed.size() * static_cast<std::int64_t>(sizeof(BFloat16)) + 64))));
+  float* sums = carver.Take<float>(step * size);
   const auto take_transposed = [&](bool wanted) {
     if (!wanted) return TileMatrix{};
     transposed.data = carver.Take<BFloat16>(transposed.size());
     return transposed;
   };
-  const bool d_b = buffers.low.data != nullptr;
-  const TileMatrix d_gate_t = take_transposed(d_b), d_up_t = take_transposed(d_b);
-  const TileMatrix z_t = take_transposed(buffers.wq.hi.data != nullptr);
+  std::vector<SwigluBackwardArgs> step_blocks(static_cast<std::size_t>(step));
+  for (SwigluBackwardArgs& swiglu : step_blocks) {
+    const bool d_b = buffers.low.data != nullptr;
+    swiglu.d_z = sums + (&swiglu - step_blocks.data()) * size;
+    swiglu.ld = gemm.ldc;
+    swiglu.tokens = job.rows;
+    swiglu.routing_weight = routing_weights;
+    swiglu.d_gate = buffers.d_gate;
+    swiglu.d_up = buffers.d_up;
+    swiglu.d_gate_t = take_transposed(d_b);
+    swiglu.d_up_t = take_transposed(d_b);
+    swiglu.z_t = take_transposed(buffers.wq.hi.data != nullptr);
+  }
   const Range blocks = RangeOf(index, Cut::kIntermediate, part);
-  for (std::int64_t block = blocks.begin; block < blocks.end; ++block) {
-    gemm.first_panel = 2 * block;
-    gemm.panels = std::min<std::int64_t>(2, down.panels - gemm.first_panel);
-    // G and U of this block come from memory, and are read as soon as the product is there.
-    const std::int64_t saved_offset = SavedOffset(job, block);
-    const BFloat16* saved_gate = args_.saved->gate + saved_offset;
-    const BFloat16* saved_up = args_.saved->up + saved_offset;
-    gemm.prefetch = {};
-    gemm.prefetch.others[0] = saved_gate;
-    gemm.prefetch.others[1] = saved_up;
-    gemm.prefetch.lines = CeilDiv(kPanelRows * gemm.panels * job.rows, kTileColumns);
-    if (block + 1 < blocks.end) {
-      gemm.prefetch.weights = down;
-      gemm.prefetch.first_panel = gemm.first_panel + 2;
-      gemm.prefetch.panels = std::min<std::int64_t>(2, down.panels - gemm.prefetch.first_panel);
-      gemm.prefetch.columns = down.columns;
-    }
+  for (std::int64_t first = blocks.begin; first < blocks.end; first += step) {
+    const std::int64_t end = std::min(first + step, blocks.end);
     {
-      const double inner = static_cast<double>(kPanelRows * gemm.panels);
+      const double inner = InnerOfBlocks(job, first, end);
       PhaseRange range(Phase::kD3Gemm, {2.0 * job.rows * inner * config.hidden_size, 2.0 * inner * config.hidden_size},
                        {{Phase::kD4LoraGrad, {.flops = 2.0 * job.rows * inner * lora.down_rank()}}});
-      kernels.direct_gemm(gemm);
+      for (std::int64_t block = first; block < end; ++block) {
+        gemm.first_panel = 2 * block;
+        gemm.panels = std::min<std::int64_t>(2, down.panels - gemm.first_panel);
+        gemm.c = sums + (block - first) * size;
+        gemm.prefetch = {};
+        // G and U of this block come from memory, and are read as soon as the products are there.
+        gemm.prefetch.others[0] = args_.saved->gate + SavedOffset(job, block);
+        gemm.prefetch.others[1] = args_.saved->up + SavedOffset(job, block);
+        gemm.prefetch.lines = CeilDiv(kPanelRows * gemm.panels * job.rows, kTileColumns);
+        if (block + 1 < blocks.end) {
+          gemm.prefetch.weights = down;
+          gemm.prefetch.first_panel = gemm.first_panel + 2;
+          gemm.prefetch.panels = std::min<std::int64_t>(2, down.panels - gemm.prefetch.first_panel);
+          gemm.prefetch.columns = down.columns;
+        }
+        kernels.direct_gemm(gemm);
+      }
     }
-    SwigluBackwardArgs swiglu;
     {
       PhaseRange range(Phase::kA1SiluBackward);
-      const std::int64_t unit = block * kTileColumns / kIntermediateUnit;
-      float* d_weight = buffers.d_weight + unit * capacity;
-      if (block * kTileColumns % kIntermediateUnit == 0) std::fill(d_weight, d_weight + capacity, 0.0f);
-      swiglu.d_z = gemm.c;
-      swiglu.ld = gemm.ldc;
-      swiglu.tokens = job.rows;
-      swiglu.rows = std::min(kTileColumns, InnerOf(job) - block * kTileColumns);
-      swiglu.saved_gate = saved_gate;
-      swiglu.saved_up = saved_up;
-      swiglu.routing_weight = routing_weights;
-      swiglu.d_weight = d_weight;
-      swiglu.block = block;
-      swiglu.d_gate = buffers.d_gate;
-      swiglu.d_up = buffers.d_up;
-      swiglu.d_gate_t = d_gate_t;
-      swiglu.d_up_t = d_up_t;
-      swiglu.z_t = z_t;
-      kernels.swiglu_backward(swiglu);
+      for (std::int64_t block = first; block < end; ++block) {
+        SwigluBackwardArgs& swiglu = step_blocks[static_cast<std::size_t>(block - first)];
+        const std::int64_t unit = block * kTileColumns / kIntermediateUnit;
+        swiglu.d_weight = buffers.d_weight + unit * capacity;
+        if (block * kTileColumns % kIntermediateUnit == 0) std::fill(swiglu.d_weight, swiglu.d_weight + capacity, 0.0f);
+        swiglu.rows = std::min(kTileColumns, InnerOf(job) - block * kTileColumns);
+        swiglu.saved_gate = args_.saved->gate + SavedOffset(job, block);
+        swiglu.saved_up = args_.saved->up + SavedOffset(job, block);
+        swiglu.block = block;
+        kernels.swiglu_backward(swiglu);
+      }
     }
-    BlockGradients(job, buffers, swiglu);
+    BlockGradients(job, buffers, std::span(step_blocks).first(static_cast<std::size_t>(end - first)));
   }
 }
 
-void BackwardPass::BlockGradients(const Job& job, const BackwardBuffers& buffers, const SwigluBackwardArgs& block) {
-  const auto sum = [&](LoraMatrix m, const TileMatrix& left, const SplitTiles& right) {
+void BackwardPass::BlockGradients(const Job& job, const BackwardBuffers& buffers, std::span<const SwigluBackwardArgs> blocks) {
+  const auto sum = [&](LoraMatrix m, TileMatrix SwigluBackwardArgs::* left, const SplitTiles& right) {
     if (!lora.wants(m)) return;
     const std::int64_t rank = m == kLoraADownT ? lora.down_rank() : lora.input_rank();
-    PhaseRange range(PhaseOfGradient(m), {.flops = 2.0 * job.rows * block.rows * rank});
-    const std::array segments{GradientSegment{left, right.hi}, GradientSegment{left, right.lo}};
-    GradientGemmArgs gemm;
-    gemm.segments = {segments.data(), right.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
-    gemm.panels = CeilDiv(block.rows, kPanelRows);
-    gemm.ldc = RoundUp(lora.columns(m), kTileColumns);
-    // The expert's first job starts the sums.
-    gemm.c = (job.previous < 0 ? LoraOf(job).gradient[m] : buffers.partial[m]) + block.block * kTileColumns * gemm.ldc;
-    kernels.gradient_gemm(gemm);
+    const double inner = InnerOfBlocks(job, blocks.front().block, blocks.back().block + 1);
+    PhaseRange range(PhaseOfGradient(m), {.flops = 2.0 * job.rows * inner * rank});
+    for (const SwigluBackwardArgs& block : blocks) {
+      const std::array segments{GradientSegment{block.*left, right.hi}, GradientSegment{block.*left, right.lo}};
+      GradientGemmArgs gemm;
+      gemm.segments = {segments.data(), right.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
+      gemm.panels = CeilDiv(block.rows, kPanelRows);
+      gemm.ldc = RoundUp(lora.columns(m), kTileColumns);
+      // The expert's first job starts the sums.
+      gemm.c = (job.previous < 0 ? LoraOf(job).gradient[m] : buffers.partial[m]) + block.block * kTileColumns * gemm.ldc;
+      kernels.gradient_gemm(gemm);
+    }
   };
-  sum(kLoraADownT, block.z_t, buffers.wq);
-  sum(kLoraBGate, block.d_gate_t, {buffers.low, {}});
-  sum(kLoraBUp, block.d_up_t, {buffers.low, {}});
+  sum(kLoraADownT, &SwigluBackwardArgs::z_t, buffers.wq);
+  sum(kLoraBGate, &SwigluBackwardArgs::d_gate_t, {buffers.low, {}});
+  sum(kLoraBUp, &SwigluBackwardArgs::d_up_t, {buffers.low, {}});
 }
 
 void BackwardPass::SumIntermediate(std::int64_t index, std::int64_t part) {

@@ -157,7 +157,7 @@ class ForwardPass : public Pass {
     PackSplit(low, job.rows, rank, ld, kind, tiles);
   }
 
-  /// G^T, U^T for a range of I, 32 rows at a time, and Z = silu(G) * U while they are in cache.
+  /// G^T, U^T for a range of I, some blocks of 32 rows at a time, and Z = silu(G) * U while they are in cache.
   void GateUp(std::int64_t index, std::int64_t part) {
     const Job& job = jobs[index];
     const ForwardBuffers buffers = BuffersOf(index);
@@ -173,46 +173,50 @@ class ForwardPass : public Pass {
     gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
     gemm.few_rows = FewRows(job);
     gemm.ldc = gemm.activation_panels * kPanelRows;
-    Carver carver(ThreadScratch(2 * kTileColumns * gemm.ldc * static_cast<std::int64_t>(sizeof(float))));
-    float* gate_sums = carver.Take<float>(kTileColumns * gemm.ldc);
-    float* up_sums = carver.Take<float>(kTileColumns * gemm.ldc);
+    const std::int64_t size = kTileColumns * gemm.ldc;  // of a block's sums
+    auto* sums =
+        static_cast<float*>(ThreadScratch(2 * blocking.blocks_per_step * size * static_cast<std::int64_t>(sizeof(float))));
     const Range blocks = RangeOf(index, Cut::kIntermediate, part);
-    for (std::int64_t block = blocks.begin; block < blocks.end; ++block) {
-      gemm.first_panel = 2 * block;
-      gemm.panels = std::min<std::int64_t>(2, gate.panels - gemm.first_panel);
+    for (std::int64_t first = blocks.begin; first < blocks.end; first += blocking.blocks_per_step) {
+      const std::int64_t end = std::min(first + blocking.blocks_per_step, blocks.end);
       {
-        const double outputs = 2.0 * job.rows * kPanelRows * gemm.panels;
-        const double weight_bytes = 2.0 * kPanelRows * gemm.panels * config.hidden_size * sizeof(BFloat16);
-        PhaseRange range(Phase::kGateUpGemm, {2 * outputs * config.hidden_size, weight_bytes},
+        const double outputs = 2.0 * job.rows * InnerOfBlocks(job, first, end), hidden = config.hidden_size;
+        PhaseRange range(Phase::kGateUpGemm, {2 * outputs * hidden, 4.0 * InnerOfBlocks(job, first, end) * hidden},
                          {{Phase::kGateUpLora, {.flops = 2 * outputs * lora.input_rank()}}});
-        gemm.segments = gate_segments;
-        gemm.c = gate_sums;
-        gemm.prefetch = {up, gemm.first_panel, gemm.panels, 0, up.columns};
-        kernels.direct_gemm(gemm);
-        gemm.segments = up_segments;
-        gemm.c = up_sums;
-        gemm.prefetch = {};
-        if (block + 1 < blocks.end) {
-          const std::int64_t next = gemm.first_panel + 2;
-          gemm.prefetch = {gate, next, std::min<std::int64_t>(2, gate.panels - next), 0, gate.columns};
+        for (std::int64_t block = first; block < end; ++block) {
+          gemm.first_panel = 2 * block;
+          gemm.panels = std::min<std::int64_t>(2, gate.panels - gemm.first_panel);
+          gemm.segments = gate_segments;
+          gemm.c = sums + 2 * (block - first) * size;
+          gemm.prefetch = {up, gemm.first_panel, gemm.panels, 0, up.columns};
+          kernels.direct_gemm(gemm);
+          gemm.segments = up_segments;
+          gemm.c += size;
+          gemm.prefetch = {};
+          if (block + 1 < blocks.end) {
+            const std::int64_t next = gemm.first_panel + 2;
+            gemm.prefetch = {gate, next, std::min<std::int64_t>(2, gate.panels - next), 0, gate.columns};
+          }
+          kernels.direct_gemm(gemm);
         }
-        kernels.direct_gemm(gemm);
       }
       PhaseRange range(Phase::kActivation);
-      SwigluForwardArgs swiglu;
-      swiglu.gate = gate_sums;
-      swiglu.up = up_sums;
-      swiglu.ld = gemm.ldc;
-      swiglu.tokens = job.rows;
-      swiglu.rows = std::min(kTileColumns, InnerOf(job) - block * kTileColumns);
-      if (args_.saved != nullptr) {
-        const std::int64_t offset = SavedOffset(job, block);
-        swiglu.saved_gate = args_.saved->gate + offset;
-        swiglu.saved_up = args_.saved->up + offset;
+      for (std::int64_t block = first; block < end; ++block) {
+        SwigluForwardArgs swiglu;
+        swiglu.gate = sums + 2 * (block - first) * size;
+        swiglu.up = swiglu.gate + size;
+        swiglu.ld = gemm.ldc;
+        swiglu.tokens = job.rows;
+        swiglu.rows = std::min(kTileColumns, InnerOf(job) - block * kTileColumns);
+        if (args_.saved != nullptr) {
+          const std::int64_t offset = SavedOffset(job, block);
+          swiglu.saved_gate = args_.saved->gate + offset;
+          swiglu.saved_up = args_.saved->up + offset;
+        }
+        swiglu.z = buffers.z;
+        swiglu.block = block;
+        kernels.swiglu_forward(swiglu);
       }
-      swiglu.z = buffers.z;
-      swiglu.block = block;
-      kernels.swiglu_forward(swiglu);
     }
   }
 

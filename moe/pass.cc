@@ -129,8 +129,10 @@ std::int64_t Pass::StageScratchBytes() const {
   // Unpacked weights, two tile columns of 64 bytes a row: those of both base products of a stage and of the adapters' two
   // parts.
   const std::int64_t unpacked = 256 * (RoundUp(LargestShard(shards), kTileColumns) + rank);
-  // The low rank products hold two fp32 blocks of [rows][rank], the others 32 fp32 columns and three times as many in bf16.
-  return unpacked + most_rows * std::max<std::int64_t>(8 * rank + 320, kSumColumns * 4) + 256;
+  // The low rank products hold two fp32 blocks of [rows][rank]; those of a step's blocks of I, 32 fp32 columns each and three
+  // times as many in bf16; those of long contractions, the sums of a superblock of columns.
+  const std::int64_t steps = 320 * most_rows + (kMostStepBytes / 256) * 320;
+  return unpacked + std::max({8 * rank * most_rows, steps, 4 * kSumColumns * most_rows}) + 256;
 }
 
 /// Experts with rows take consecutive places in the ring; a group's places are freed when its gradients are written.

@@ -122,6 +122,10 @@ class Pass {
   const std::int32_t* Slots(const Job& job) const { return routing + config.num_experts + 1 + job.begin; }
   /// Rows of I that a job computes: those of its shard.
   std::int64_t InnerOf(const Job& job) const { return shards[static_cast<std::size_t>(job.shard)].size; }
+  /// Rows of I in a job's blocks of 32 from `first` to before `end`, padded to panels.
+  double InnerOfBlocks(const Job& job, std::int64_t first, std::int64_t end) const {
+    return static_cast<double>(std::min(end * kTileColumns, RoundUp(InnerOf(job), kPanelRows)) - first * kTileColumns);
+  }
   /// Elements of saved.gate and saved.up before a job's 32 rows of I from 32 * block on. A shard's are together.
   std::int64_t SavedOffset(const Job& job, std::int64_t block) const {
     const Shard& shard = shards[static_cast<std::size_t>(job.shard)];
