@@ -212,6 +212,7 @@ class _Case:
                 own, calls, result["flops"], result["bytes"], median_ceiling(repetitions), first_call if first else None
             )
             result["moesaic"]["autograd_us"] = bars.autograd_us
+            result["moesaic"]["nothing_us"] = bars.nothing_us
         return result, repetitions
 
     def _make_peers(self, progress: Callable[[str], None]) -> tuple[dict[str, Variant], dict[str, str]]:

@@ -4,6 +4,7 @@ run."""
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,20 @@ OVERHEAD_US = 50.0
 
 _PROFILED = 9
 
+
+class _Nothing(torch.autograd.Function):
+    """Computes nothing and keeps what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].view_as(tensors[0])
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.saved_tensors)
+
+
 _WITHOUT_LORA, _TWO, _SUMMED = "without_lora", "two_adapters", "summed_rank"
 
 
@@ -36,6 +51,9 @@ class Bars:
         self.variants: dict[str, Variant] = {}
         self.autograd_us: float | None = None
         """What PyTorch takes for a backward besides the function that it calls, once `report` has measured it."""
+        self.nothing_us: float | None = None
+        """What PyTorch takes, right after a call, for the forward of an autograd function of the same tensors that
+        computes nothing: the least that a call from Python can take there. Likewise."""
         if adapter is None:
             return
         generator = torch.Generator().manual_seed(1)
@@ -96,10 +114,13 @@ class Bars:
         return {name: {"value": value, "bar": bar} for name, (value, bar) in rows.items()}
 
     def _profiled(self) -> dict[str, tuple[float, float]]:
-        shares, outside, around = [], [], []
+        shares, outside, around, nothing = [], [], [], []
         for _ in range(_PROFILED):
             with moesaic.profile() as profile:
                 call = timed(self._engine, save=True)
+            start = time.perf_counter()
+            _Nothing.apply(*self._engine.leaves)
+            nothing.append(1e6 * (time.perf_counter() - start))
             phases = {phase["name"]: phase["thread_ms"] for phase in profile.phases()}
             shares.append((phases.get("D0_prepare", 0.0) + phases.get("GU0_prepare", 0.0)) / phases["backward"])
             document = profile.document()
@@ -110,6 +131,7 @@ class Bars:
             around.append(1e3 * ((call.backward_ms or 0.0) - calls["backward"]["wall_ms"]["max"]))
         forward, backward = zip(*outside, strict=True)
         self.autograd_us = statistics.median(around)
+        self.nothing_us = statistics.median(nothing)
         return {
             "prepare_share": (statistics.median(shares), PREPARE_SHARE),
             "forward_overhead_us": (statistics.median(forward), OVERHEAD_US),
