@@ -119,7 +119,7 @@ class Bars:
             with moesaic.profile() as profile:
                 call = timed(self._engine, save=True)
             start = time.perf_counter()
-            _Nothing.apply(*self._engine.leaves)
+            _Nothing.apply(*self._engine.leaves)  # type: ignore[no-untyped-call]
             nothing.append(1e6 * (time.perf_counter() - start))
             phases = {phase["name"]: phase["thread_ms"] for phase in profile.phases()}
             shares.append((phases.get("D0_prepare", 0.0) + phases.get("GU0_prepare", 0.0)) / phases["backward"])
