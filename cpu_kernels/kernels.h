@@ -23,7 +23,7 @@ struct GemmSegment {
 };
 
 /// What a GEMM brings to the L2 cache while it computes: weights of the next call, and `lines` cache lines from each of
-/// `others` on. Nothing where the pointers are null.
+/// `others` on. Nothing where the pointers are null. A hint: AMX leaves weights alone that it meets once.
 struct PrefetchRange {
   TileMatrix weights;
   std::int64_t first_panel = 0;

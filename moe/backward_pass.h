@@ -32,7 +32,7 @@ struct BackwardBuffers {
                     bool in_chunks);
 };
 
-/// Gradients that are summed where dG, dU and Z are computed, block by block of I.
+/// Gradients that are summed where dG, dU and Z are computed, a step of some blocks of I at a time.
 inline constexpr std::array kIntermediateSums = {kLoraADownT, kLoraBGate, kLoraBUp};
 
 class BackwardPass : public Pass {

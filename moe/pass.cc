@@ -72,9 +72,9 @@ void Pass::Plan() {
   for (const LoraCall& call : lora_of_shard_) {
     expert_bytes += ExpertPitch(call.expert_bytes()) + ExpertPitch(call.gradient_bytes());
   }
-  // Several groups in flight, so that one can be packed or written while others compute. Two are enough for a few threads:
-  // smaller groups would read and write each cache line of PEFT's B more often. (Groups of 4 for 16 experts on
-  // 2 threads, 16 tokens: a backward takes 1.7 times as long.)
+  // Several groups in flight, so that one can be packed or written while others compute: three, of 16 experts where memory is
+  // enough, and two on a few threads. Smaller groups would read and write each cache line of PEFT's B more often. (Groups of 4
+  // for 16 experts on 2 threads, 16 tokens: a backward takes 1.7 times as long.)
   const std::int64_t in_flight = threads <= 4 ? 2 : 3;
   lora_group_ = kLoraGroup;
   while (lora_group_ > 1 && in_flight * lora_group_ * expert_bytes > LoraBudget(threads)) lora_group_ /= 2;
@@ -131,7 +131,7 @@ std::int64_t Pass::StageScratchBytes() const {
   const std::int64_t unpacked = 256 * (RoundUp(LargestShard(shards), kTileColumns) + rank);
   // The low rank products hold two fp32 blocks of [rows][rank]; those of a step's blocks of I, 32 fp32 columns each and three
   // times as many in bf16; those of long contractions, the sums of a superblock of columns.
-  const std::int64_t steps = 320 * most_rows + (kMostStepBytes / 256) * 320;
+  const std::int64_t steps = 320 * std::max(most_rows, kMostStepBytes / 256);
   return unpacked + std::max({8 * rank * most_rows, steps, 4 * kSumColumns * most_rows}) + 256;
 }
 

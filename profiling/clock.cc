@@ -65,6 +65,13 @@ bool CounterIsTrusted() {
   return source == "tsc";
 }
 
+bool Trusted() {
+  static const bool trusted = CounterIsTrusted();
+  return trusted;
+}
+// Asked when the library is loaded: a child of fork() must not find the guard held by a thread that it does not have.
+[[maybe_unused]] const bool kAsked = Trusted();
+
 // The counter is read first: a line through it is never behind the system's clock.
 CounterLine::Reading ReadBoth() {
   CounterLine::Reading best;
@@ -87,8 +94,7 @@ constinit std::mutex mutex;
 }  // namespace
 
 std::int64_t NowOfSystem() {
-  static const bool trusted = CounterIsTrusted();
-  if (!trusted) return SystemNs();
+  if (!Trusted()) return SystemNs();
   const std::lock_guard lock(mutex);
   return counter_line.Renew(ReadBoth());
 }

@@ -147,8 +147,8 @@ void DirectGemm(const DirectGemmArgs& args) {
   const std::int64_t passes = CeilDiv(args.activation_panels, Cell::kMaxB);
   steps *= CeilDiv(args.panels, Cell::kMaxA) * passes;
   PrefetchRange ahead = args.prefetch;
-  // Tile loads that meet each weight once bring memory at its full rate by themselves, and faster alone than beside
-  // prefetches: 98 and 82 GB/s with 16 rows on 16 threads, 16 and 14 on one.
+  // Tile loads, of a cell with idle vectors, that meet each weight once bring memory at its full rate by themselves, and faster
+  // alone than beside prefetches: 98 and 82 GB/s with 16 rows on 16 threads, 16 and 14 on one.
   if (Cell::kVectorsIdle && passes == 1) ahead.weights = {};
   Prefetcher prefetcher(ahead, steps);
   [[maybe_unused]] const typename Cell::Scope scope;
@@ -267,20 +267,22 @@ class ColumnTiles {
     for (; panel_ >= Panels(); ++segment_) panel_ -= Panels();
   }
 
-  const TileMatrix& weights() const { return args_.segments[segment_].weights; }
-
+  /// Decoded to `scratch` where it is compressed; null: there is no scratch for it.
   const BFloat16* Next(BFloat16* scratch) {
     alignas(64) static constexpr BFloat16 kZeros[kTileElements] = {};
-    if (panel_ >= Panels()) {
+    while (panel_ >= Panels()) {
       ++segment_;
       panel_ = 0;
     }
+    const TileMatrix& weights = args_.segments[segment_].weights;
     const std::int64_t panel = panel_++;
-    return panel < weights().panels ? WeightTile(weights(), panel, column_, scratch) : kZeros;
+    if (panel >= weights.panels) return kZeros;
+    if (weights.codec != nullptr && scratch == nullptr) return nullptr;
+    return WeightTile(weights, panel, column_, scratch);
   }
 
  private:
-  std::int64_t Panels() const { return RoundUp(weights().panels, 2); }
+  std::int64_t Panels() const { return RoundUp(args_.segments[segment_].weights.panels, 2); }
 
   const UnpackGemmArgs& args_;
   std::int64_t column_, panel_;
@@ -335,9 +337,7 @@ class ColumnUnpacker {
 
   [[gnu::noinline]] void NextTile() {
     tile_ = tiles_.Next(decoded_);
-    ahead_ = nullptr;
-    if (ahead_left_ > 0 && ahead_tiles_.weights().codec == nullptr) ahead_ = ahead_tiles_.Next(nullptr);
-    --ahead_left_;
+    ahead_ = ahead_left_-- > 0 ? ahead_tiles_.Next(nullptr) : nullptr;
   }
 
   ColumnTiles tiles_, ahead_tiles_;

@@ -134,6 +134,34 @@ TEST_P(CodecTest, UnpackForm) {
   EXPECT_EQ(run(weights.compressed()), expected);
 }
 
+// A product of compressed weights and one of plain ones, in either order, the contraction whole and in slices.
+TEST_P(CodecTest, UnpackFormOfBothKinds) {
+  const CompressedWeights first(RandomIntegers(275, 301, random_)), second(RandomIntegers(83, 301, random_));
+  const Tiles x(Order::kOperand, RandomIntegers(37, 275, random_), false),
+      y(Order::kOperand, RandomIntegers(37, 83, random_), false);
+  constexpr std::int64_t kColumns = 10, kLd = kColumns * 32;
+  const auto run = [&](const TileMatrix& left, const TileMatrix& right, std::int64_t depth) {
+    const GemmSegment segments[] = {{left, x.matrix()}, {right, y.matrix()}};
+    const PoisonedBuffer c(48 * kLd * 4), scratch(UnpackScratchElements(segments) * 2);
+    UnpackGemmArgs args;
+    args.segments = segments;
+    args.panels = 3;
+    args.columns = kColumns;
+    args.c = c.As<float>();
+    args.ldc = kLd;
+    args.depth = depth;
+    args.scratch = scratch.As<BFloat16>();
+    tier_->unpack_gemm(args);
+    return std::vector<float>(args.c, args.c + 48 * kLd);
+  };
+  const std::vector<float> expected = run(first.plain(), second.plain(), 0);
+  EXPECT_NE(expected[0], 0.0f);
+  for (const std::int64_t depth : {0, 8}) {
+    EXPECT_EQ(run(first.plain(), second.compressed(), depth), expected);
+    EXPECT_EQ(run(first.compressed(), second.plain(), depth), expected);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Tiers, CodecTest, testing::Range<std::size_t>(0, TestedTiers().size()),
                          [](const auto& info) { return TierLabel(info.param); });
 

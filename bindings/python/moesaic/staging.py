@@ -87,7 +87,8 @@ def forward(
     (result,) = _to_devices((out,), (hidden.device,))
     assert result is not None
     devices = tuple(tensor.device for tensor in (hidden, top_k_weights, *lora_tensors))
-    return result, state, host_hidden, host_weights, devices
+    anywhere_else = any(device.type != "cpu" for device in devices)  # it may have been the ids alone
+    return result, state, host_hidden, host_weights, devices if anywhere_else else None
 
 
 def backward(
