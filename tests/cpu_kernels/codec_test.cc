@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstring>
+#include <span>
 #include <vector>
 
 #include "tests/cpu_kernels/tiles.h"
@@ -111,55 +112,41 @@ TEST_P(CodecTest, FewRows) {
   EXPECT_EQ(run(direct.compressed(), unpack.compressed()), expected);
 }
 
-TEST_P(CodecTest, UnpackForm) {
-  const CompressedWeights weights(RandomIntegers(83, 301, random_));
-  const Tiles x(Order::kOperand, RandomIntegers(37, 83, random_), false);
+/// C [48][320] of the unpack form.
+std::vector<float> Unpacked(const KernelTier& tier, std::span<const GemmSegment> segments, std::int64_t depth) {
   constexpr std::int64_t kColumns = 10, kLd = kColumns * 32;
-  const auto run = [&](const TileMatrix& matrix) {
-    const GemmSegment segment{matrix, x.matrix()};
-    const std::span<const GemmSegment> segments(&segment, 1);
-    const PoisonedBuffer c(48 * kLd * 4), scratch(UnpackScratchElements(segments) * 2);
-    UnpackGemmArgs args;
-    args.segments = segments;
-    args.panels = 3;
-    args.columns = kColumns;
-    args.c = c.As<float>();
-    args.ldc = kLd;
-    args.scratch = scratch.As<BFloat16>();
-    tier_->unpack_gemm(args);
-    return std::vector<float>(args.c, args.c + 48 * kLd);
-  };
-  const std::vector<float> expected = run(weights.plain());
-  EXPECT_NE(expected[0], 0.0f);
-  EXPECT_EQ(run(weights.compressed()), expected);
+  const PoisonedBuffer c(48 * kLd * 4), scratch(UnpackScratchElements(segments) * 2);
+  UnpackGemmArgs args;
+  args.segments = segments;
+  args.panels = 3;
+  args.columns = kColumns;
+  args.c = c.As<float>();
+  args.ldc = kLd;
+  args.depth = depth;
+  args.scratch = scratch.As<BFloat16>();
+  tier.unpack_gemm(args);
+  return std::vector<float>(args.c, args.c + 48 * kLd);
 }
 
-// A product of compressed weights and one of plain ones, in either order, the contraction whole and in slices.
-TEST_P(CodecTest, UnpackFormOfBothKinds) {
+// Two products, each of compressed or of plain weights, the contraction whole and in slices.
+TEST_P(CodecTest, UnpackForm) {
   const CompressedWeights first(RandomIntegers(275, 301, random_)), second(RandomIntegers(83, 301, random_));
   const Tiles x(Order::kOperand, RandomIntegers(37, 275, random_), false),
       y(Order::kOperand, RandomIntegers(37, 83, random_), false);
-  constexpr std::int64_t kColumns = 10, kLd = kColumns * 32;
   const auto run = [&](const TileMatrix& left, const TileMatrix& right, std::int64_t depth) {
     const GemmSegment segments[] = {{left, x.matrix()}, {right, y.matrix()}};
-    const PoisonedBuffer c(48 * kLd * 4), scratch(UnpackScratchElements(segments) * 2);
-    UnpackGemmArgs args;
-    args.segments = segments;
-    args.panels = 3;
-    args.columns = kColumns;
-    args.c = c.As<float>();
-    args.ldc = kLd;
-    args.depth = depth;
-    args.scratch = scratch.As<BFloat16>();
-    tier_->unpack_gemm(args);
-    return std::vector<float>(args.c, args.c + 48 * kLd);
+    return Unpacked(*tier_, segments, depth);
   };
   const std::vector<float> expected = run(first.plain(), second.plain(), 0);
   EXPECT_NE(expected[0], 0.0f);
   for (const std::int64_t depth : {0, 8}) {
+    EXPECT_EQ(run(first.compressed(), second.compressed(), depth), expected);
     EXPECT_EQ(run(first.plain(), second.compressed(), depth), expected);
     EXPECT_EQ(run(first.compressed(), second.plain(), depth), expected);
   }
+  // One product alone.
+  const GemmSegment plain{second.plain(), y.matrix()}, compressed{second.compressed(), y.matrix()};
+  EXPECT_EQ(Unpacked(*tier_, {&compressed, 1}, 0), Unpacked(*tier_, {&plain, 1}, 0));
 }
 
 INSTANTIATE_TEST_SUITE_P(Tiers, CodecTest, testing::Range<std::size_t>(0, TestedTiers().size()),
