@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -72,8 +73,9 @@ TensorView SplitB(const TensorView& fused, std::int64_t experts, const ArgumentN
           {fused.stride[1], fused.stride[0], experts * fused.stride[1]}};
 }
 
-/// Adapters as Python hands them over: `tensors` is (a, b, a, b, ...), and the n-th entry (adapter, field, scale, experts) of
-/// `layout` says what the n-th pair is; experts: 0, or their number where both tensors are PEFT's matrices of all experts.
+/// Adapters as Python hands them over: `tensors` is (a, b, a, b, ...) from `begin` on, and the n-th entry (adapter, field,
+/// scale, experts) of `layout` says what the n-th pair is; experts: 0, or their number where both tensors are PEFT's matrices
+/// of all experts.
 struct LoraArguments {
   /// A pair as it was given, and which pair of which adapter it is.
   struct Place {
@@ -93,9 +95,9 @@ struct LoraArguments {
   std::vector<moe::LoraAdapter> adapters;
   std::vector<Place> places;
 
-  LoraArguments(const py::tuple& tensors, const py::tuple& layout) {
-    if (tensors.size() != 2 * layout.size()) {
-      throw std::invalid_argument("lora has " + std::to_string(tensors.size()) + " tensors for " +
+  LoraArguments(const py::tuple& tensors, std::size_t begin, const py::tuple& layout) {
+    if (tensors.size() != begin + 2 * layout.size()) {
+      throw std::invalid_argument("lora has " + std::to_string(tensors.size() - begin) + " tensors for " +
                                   std::to_string(layout.size()) + " pairs; expected two for each");
     }
     places.reserve(layout.size());
@@ -105,8 +107,9 @@ struct LoraArguments {
       if (adapter >= adapters.size()) adapters.resize(adapter + 1);
       Place& place = places.emplace_back(
           Place{adapter, &kPairFields.at(entry[1].cast<std::size_t>()), entry[3].cast<std::int64_t>(), {}, {}});
-      place.a = ViewOf(PyTuple_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(2 * n)), place.AName(), kActivationTypes);
-      place.b = ViewOf(PyTuple_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(2 * n + 1)), place.BName(), kActivationTypes);
+      const auto at = static_cast<Py_ssize_t>(begin + 2 * n);
+      place.a = ViewOf(PyTuple_GET_ITEM(tensors.ptr(), at), place.AName(), kActivationTypes);
+      place.b = ViewOf(PyTuple_GET_ITEM(tensors.ptr(), at + 1), place.BName(), kActivationTypes);
       adapters[adapter].*place.field->pair = {place.SplitA(place.a), place.SplitB(place.b), entry[2].cast<float>()};
     }
   }
@@ -151,6 +154,75 @@ moe::LayerConfig ConfigOf(const std::string& weight_format, const TensorView& ga
   return {gate_up.shape[0], gate_up.shape[2], down.shape[2], moe::WeightFormat::kBFloat16};
 }
 
+/// A forward whose arguments are read and whose results are torch tensors already; Run() has the engine fill them.
+///
+/// Why in two parts: after a pass over the weights no cache holds anything of Python's or PyTorch's. What is done before the
+/// engine begins finds there what was used just before; the same behind it takes two to four times as long.
+class ForwardCall {
+ public:
+  /// Reads the arguments. Throws what is wrong with them as far as it is known without their values.
+  ForwardCall(std::shared_ptr<const moe::ExpertsLayer> layer, int number, const py::object& hidden, const py::object& ids,
+              const py::object& weights, const py::tuple& lora_tensors, const py::tuple& lora_layout, bool save,
+              const py::object& into)
+      : timer_(std::in_place, profiling::CallKind::kForward, number),
+        layer_(std::move(layer)),
+        inputs_{hidden, ids, weights, lora_tensors} {
+    UsesTorch torch;
+    args_.hidden = ViewOf(hidden, {"hidden"}, kActivationTypes);
+    args_.ids = ViewOf(ids, {"top_k_ids"}, kIdTypes);
+    args_.weights = ViewOf(weights, {"top_k_weights"}, kActivationTypes);
+    lora_.emplace(lora_tensors, 0, lora_layout);
+    args_.lora = lora_->adapters;
+    if (!HasSlots(args_.hidden, args_.ids)) {
+      torch.End();
+      Run();  // the engine's validation says what is wrong
+      return;
+    }
+    OutputTensor out = into.is_none()
+                           ? OutputTensor::Contiguous(args_.hidden.dtype, args_.hidden.shape[0], layer_->config().hidden_size)
+                           : OutputTensor::Into(into, {"into"}, kActivationTypes);
+    args_.out = out.view();
+    OutputTensor state;
+    if (save) {
+      const StateLayout layout(layer_->SavedStateSizes(args_.ids.shape[0], args_.ids.shape[1], args_.lora));
+      state = OutputTensor::Bytes(layout.bytes);
+      saved_ = layout.At(state.data());
+      args_.saved = &saved_;
+    }
+    out_ = out.ToTorch();
+    state_ = state.ToTorch();
+  }
+  ForwardCall(const ForwardCall&) = delete;
+  ForwardCall& operator=(const ForwardCall&) = delete;
+
+  const py::object& out() const { return out_; }
+  /// None where nothing is saved.
+  const py::object& state() const { return state_; }
+
+  /// Once, on the thread that made this object.
+  void Run() {
+    if (!timer_.has_value()) throw std::logic_error("this forward has run already");
+    {
+      const Unlocked unlocked;
+      timer_->EngineBegins();
+      layer_->Forward(args_, threadpool::Pool::Default());
+      timer_->EngineEnds(args_.hidden.shape[0], threadpool::Pool::Default().num_threads());
+    }
+    timer_.reset();
+    const UsesTorch still_there;  // or the thread ends here
+  }
+
+ private:
+  std::optional<profiling::CallTimer> timer_;
+  std::shared_ptr<const moe::ExpertsLayer> layer_;
+  std::array<py::object, 4> inputs_;  // held: args_ points to their memory, as to that of the results
+  std::optional<LoraArguments> lora_;
+  moe::ForwardArgs args_;
+  moe::SavedState saved_;
+  py::object out_;
+  py::object state_;
+};
+
 class Layer {
  public:
   Layer(const std::string& weight_format, const py::object& gate_up_proj, const py::object& down_proj) {
@@ -160,74 +232,48 @@ class Layer {
     const moe::LayerConfig config = ConfigOf(weight_format, gate_up, down);
     torch.End();
     const Unlocked unlocked;
-    layer_ = std::make_unique<moe::ExpertsLayer>(config, gate_up, down, threadpool::Pool::Default());
+    layer_ = std::make_shared<moe::ExpertsLayer>(config, gate_up, down, threadpool::Pool::Default());
   }
 
   const moe::ExpertsLayer& layer() const { return *layer_; }
   int number() const { return number_; }
 
-  py::tuple Forward(const py::object& hidden, const py::object& ids, const py::object& weights, const py::tuple& lora_tensors,
-                    const py::tuple& lora_layout, bool save, const py::object& into) const {
-    profiling::CallTimer timer(profiling::CallKind::kForward, number_);
-    UsesTorch torch;
-    moe::ForwardArgs args;
-    args.hidden = ViewOf(hidden, {"hidden"}, kActivationTypes);
-    args.ids = ViewOf(ids, {"top_k_ids"}, kIdTypes);
-    args.weights = ViewOf(weights, {"top_k_weights"}, kActivationTypes);
-    const LoraArguments lora(lora_tensors, lora_layout);
-    args.lora = lora.adapters;
-    OutputTensor out;
-    OutputTensor state;
-    moe::SavedState saved;
-    if (HasSlots(args.hidden, args.ids)) {
-      out = into.is_none() ? OutputTensor::Contiguous(args.hidden.dtype, args.hidden.shape[0], layer_->config().hidden_size)
-                           : OutputTensor::Into(into, {"into"}, kActivationTypes);
-      args.out = out.view();
-      if (save) {
-        const StateLayout layout(layer_->SavedStateSizes(args.ids.shape[0], args.ids.shape[1], args.lora));
-        state = OutputTensor::Bytes(layout.bytes);
-        saved = layout.At(state.data());
-        args.saved = &saved;
-      }
-    }
-    torch.End();
-    {
-      const Unlocked unlocked;
-      timer.EngineBegins();
-      layer_->Forward(args, threadpool::Pool::Default());
-      timer.EngineEnds(args.hidden.shape[0], threadpool::Pool::Default().num_threads());
-    }
-    torch.Begin();
-    return py::make_tuple(out.ToTorch(), state.ToTorch());
+  py::tuple PrepareForward(const py::object& hidden, const py::object& ids, const py::object& weights,
+                           const py::tuple& lora_tensors, const py::tuple& lora_layout, bool save,
+                           const py::object& into) const {
+    auto call = std::make_unique<ForwardCall>(layer_, number_, hidden, ids, weights, lora_tensors, lora_layout, save, into);
+    py::object out = call->out();
+    py::object state = call->state();
+    return py::make_tuple(std::move(out), std::move(state), std::move(call));
   }
 
-  /// @param needs  for hidden, top_k_weights and each of lora_tensors: a truth value, or the tensor to write the gradient to
-  py::tuple Backward(const py::object& state, const py::object& hidden, const py::object& weights,
-                     const py::tuple& lora_tensors, const py::tuple& lora_layout, const py::object& d_out,
+  /// @param saved_tensors  (state, hidden, top_k_weights, LoRA tensors)
+  /// @param needs  its last values are for all of those but the state: a truth value, or the tensor to write the gradient to
+  /// @return one value for each of `needs`, None for the first ones
+  py::tuple Backward(const py::tuple& saved_tensors, const py::tuple& lora_layout, const py::object& d_out,
                      const py::tuple& needs) const {
     profiling::CallTimer timer(profiling::CallKind::kBackward, number_);
     UsesTorch torch;
-    moe::BackwardArgs args;
-    args.hidden = ViewOf(hidden, {"hidden"}, kActivationTypes);
-    args.weights = ViewOf(weights, {"top_k_weights"}, kActivationTypes);
-    args.d_out = ViewOf(d_out, {"d_out"}, kActivationTypes);
-    const LoraArguments lora(lora_tensors, lora_layout);
-    args.lora = lora.adapters;
-    if (needs.size() != 2 + lora_tensors.size()) {
-      throw std::invalid_argument("needs has " + std::to_string(needs.size()) + " values; expected " +
-                                  std::to_string(2 + lora_tensors.size()));
+    if (saved_tensors.size() < 3 || needs.size() + 1 < saved_tensors.size()) {
+      throw std::invalid_argument("saved_tensors has " + std::to_string(saved_tensors.size()) + " values and needs " +
+                                  std::to_string(needs.size()) + "; expected three or more, and at most one less");
     }
-    const auto gradient = [&needs](std::size_t n, const TensorView& like) {
-      const py::handle need = PyTuple_GET_ITEM(needs.ptr(), static_cast<Py_ssize_t>(n));
-      if (need.ptr() == Py_False) return OutputTensor();
-      return need.ptr() == Py_True ? OutputTensor::Like(like) : OutputTensor::Into(need, {"needs"}, kActivationTypes);
+    const std::size_t first = needs.size() + 1 - saved_tensors.size();
+    const auto saved_tensor = [&saved_tensors](std::size_t n) {
+      return py::handle(PyTuple_GET_ITEM(saved_tensors.ptr(), static_cast<Py_ssize_t>(n)));
     };
+    moe::BackwardArgs args;
+    args.hidden = ViewOf(saved_tensor(1), {"hidden"}, kActivationTypes);
+    args.weights = ViewOf(saved_tensor(2), {"top_k_weights"}, kActivationTypes);
+    args.d_out = ViewOf(d_out, {"d_out"}, kActivationTypes);
+    const LoraArguments lora(saved_tensors, 3, lora_layout);
+    args.lora = lora.adapters;
 
     moe::SavedState saved;
     OutputTensor aligned_state;
     if (HasSlots(args.hidden, args.weights)) {
       const StateLayout layout(layer_->SavedStateSizes(args.weights.shape[0], args.weights.shape[1], args.lora));
-      void* data = BytesOf(state, {"saved.state"}, layout.bytes);
+      void* data = BytesOf(saved_tensor(0), {"saved.state"}, layout.bytes);
       if (reinterpret_cast<std::uintptr_t>(data) % kAlignment != 0) {
         // A hook for saved tensors may have put it anywhere; the kernels want it aligned.
         aligned_state = OutputTensor::Bytes(layout.bytes);
@@ -237,17 +283,26 @@ class Layer {
       args.saved = &saved;
     }
 
-    OutputTensor d_hidden;
-    OutputTensor d_weights;
-    std::vector<OutputTensor> d_lora(lora_tensors.size());
+    py::tuple grads(needs.size());  // before the engine runs: see ForwardCall
+    for (std::size_t n = 0; n < first; ++n) grads[n] = py::none();
+    const auto gradient = [&](std::size_t place, const TensorView& like) -> TensorView {
+      const std::size_t n = first + place;
+      const py::handle need = PyTuple_GET_ITEM(needs.ptr(), static_cast<Py_ssize_t>(n));
+      OutputTensor output;
+      if (need.ptr() == Py_True) output = OutputTensor::Like(like);
+      if (need.ptr() != Py_True && need.ptr() != Py_False) output = OutputTensor::Into(need, {"needs"}, kActivationTypes);
+      const TensorView view = output.view();
+      grads[n] = output.ToTorch();
+      return view;
+    };
     std::vector<moe::LoraAdapterGrad> d_adapters(lora.adapters.size());
-    args.d_hidden = (d_hidden = gradient(0, args.hidden)).view();
-    args.d_weights = (d_weights = gradient(1, args.weights)).view();
+    args.d_hidden = gradient(0, args.hidden);
+    args.d_weights = gradient(1, args.weights);
     for (std::size_t n = 0; n < lora.places.size(); ++n) {
       const LoraArguments::Place& place = lora.places[n];
       moe::LoraPairGrad& grad = d_adapters[place.adapter].*place.field->grad;
-      grad.a = place.SplitA((d_lora[2 * n] = gradient(2 + 2 * n, place.a)).view());
-      grad.b = place.SplitB((d_lora[2 * n + 1] = gradient(3 + 2 * n, place.b)).view());
+      grad.a = place.SplitA(gradient(2 + 2 * n, place.a));
+      grad.b = place.SplitB(gradient(3 + 2 * n, place.b));
     }
     args.d_lora = d_adapters;
     torch.End();
@@ -257,10 +312,8 @@ class Layer {
       layer_->Backward(args, threadpool::Pool::Default());
       timer.EngineEnds(args.hidden.shape[0], threadpool::Pool::Default().num_threads());
     }
-    torch.Begin();
-    py::tuple d_tensors(d_lora.size());
-    for (std::size_t n = 0; n < d_lora.size(); ++n) d_tensors[n] = d_lora[n].ToTorch();
-    return py::make_tuple(d_hidden.ToTorch(), d_weights.ToTorch(), d_tensors);
+    torch.Begin();  // or the thread ends here
+    return grads;
   }
 
   void Unpack(const py::object& gate_up_proj, const py::object& down_proj) const {
@@ -273,7 +326,7 @@ class Layer {
   }
 
  private:
-  std::unique_ptr<moe::ExpertsLayer> layer_;
+  std::shared_ptr<moe::ExpertsLayer> layer_;
   int number_ = [] {  // the layer's name in profiles: how many were made before it
     static std::atomic<int> made{0};
     return made.fetch_add(1, std::memory_order_relaxed);
@@ -284,6 +337,7 @@ class Layer {
 
 void BindLayer(py::module_& module) {
   using py::arg;
+  py::class_<ForwardCall>(module, "ForwardCall").def("run", &ForwardCall::Run);
   py::class_<Layer>(module, "Layer")
       .def(py::init<const std::string&, const py::object&, const py::object&>(), arg("weight_format"), arg("gate_up_proj"),
            arg("down_proj"))
@@ -300,10 +354,9 @@ void BindLayer(py::module_& module) {
                                }
                                return rows;
                              })
-      .def("forward", &Layer::Forward, arg("hidden"), arg("top_k_ids"), arg("top_k_weights"), arg("lora_tensors"),
-           arg("lora_layout"), arg("save"), arg("into") = py::none())
-      .def("backward", &Layer::Backward, arg("state"), arg("hidden"), arg("top_k_weights"), arg("lora_tensors"),
-           arg("lora_layout"), arg("d_out"), arg("needs"))
+      .def("prepare_forward", &Layer::PrepareForward, arg("hidden"), arg("top_k_ids"), arg("top_k_weights"),
+           arg("lora_tensors"), arg("lora_layout"), arg("save"), arg("into") = py::none())
+      .def("backward", &Layer::Backward, arg("saved_tensors"), arg("lora_layout"), arg("d_out"), arg("needs"))
       .def("unpack", &Layer::Unpack, arg("gate_up_proj"), arg("down_proj"));
 }
 

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
@@ -159,6 +160,27 @@ py::list ToList(const Rows& rows) {
   return list;
 }
 
+/// mark_entry and mark_exit, as plain functions of Python's: a dispatcher for arguments would be most of what they take, in
+/// each call of a layer.
+void AddMarks(const py::module_& module) {
+  static std::array<PyMethodDef, 3> marks = {{
+      {"mark_entry",
+       [](PyObject*, PyObject*) -> PyObject* {
+         profiling::MarkEntry();
+         Py_RETURN_NONE;
+       },
+       METH_NOARGS, nullptr},
+      {"mark_exit",
+       [](PyObject*, PyObject*) -> PyObject* {
+         profiling::MarkExit();
+         Py_RETURN_NONE;
+       },
+       METH_NOARGS, nullptr},
+      {nullptr, nullptr, 0, nullptr},
+  }};
+  if (PyModule_AddFunctions(module.ptr(), marks.data()) != 0) throw py::error_already_set();
+}
+
 }  // namespace
 
 void BindProfiling(py::module_& module) {
@@ -184,8 +206,7 @@ void BindProfiling(py::module_& module) {
       },
       py::arg("name"), py::arg("category"), py::arg("begin_ns"), py::arg("ns"), py::arg("bytes"));
   module.def("pool_snapshot", [] { return ToDict(profiling::PoolSnapshot()); });
-  module.def("mark_entry", &profiling::MarkEntry);
-  module.def("mark_exit", &profiling::MarkExit);
+  AddMarks(module);
   module.def("calls", [] {
     const profiling::CallSnapshot snapshot = profiling::Calls();
     return py::make_tuple(ToList(snapshot.calls), snapshot.dropped);

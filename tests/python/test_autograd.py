@@ -278,6 +278,54 @@ def test_save_on_cpu(model: Model) -> None:
     assert_same(model.gradients(out), expected)
 
 
+def test_the_order_of_engine_and_bookkeeping_changes_no_bit(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PyTorch that cannot be asked for hooks has the engine compute inside the autograd function."""
+    out = model.forward()
+    grads = model.gradients(out)
+    monkeypatch.setattr(moesaic.autograd, "_top_hooks", lambda ignore_is_tracing: True)
+    other = model.forward()
+    assert torch.equal(other, out)
+    assert_same(model.gradients(other), grads)
+
+
+def test_a_profiler_sees_the_engine_inside_the_function(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = moesaic.autograd.staging.forward
+
+    def marked(*args: Any) -> Any:
+        with torch.profiler.record_function("engine"):
+            return plain(*args)
+
+    monkeypatch.setattr(moesaic.autograd.staging, "forward", marked)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model.gradients(model.forward())
+    (event,) = [event for event in profile.events() if event.name == "engine"]
+    assert event.cpu_parent.name == "_MoeExperts"
+
+
+def test_functorch_is_refused_but_not_what_it_leaves(model: Model) -> None:
+    left: list[torch.Tensor] = []
+
+    def differentiated(hidden: torch.Tensor) -> torch.Tensor:
+        left.append(hidden)
+        return model.forward(hidden).sum()
+
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(differentiated)(model.problem.hidden.detach())
+    assert torch.equal(model.forward(left[0]), model.forward())
+
+
+def test_a_refused_call_leaves_nothing_behind(model: Model) -> None:
+    """The ids are read by the engine, when autograd has made its node already."""
+    expected = model.forward()
+    before = saved_bytes()
+    model.problem.ids[3, 1] = 99
+    with pytest.raises(ValueError, match=r"top_k_ids\[3, 1\] is 99"):
+        model.forward()
+    assert saved_bytes() == before
+    model.problem.ids[3, 1] = -1
+    assert model.forward().shape == expected.shape
+
+
 def test_a_saved_state_that_was_changed_is_an_error(model: Model) -> None:
     expected = model.gradients(model.forward())
     with torch.autograd.graph.saved_tensors_hooks(

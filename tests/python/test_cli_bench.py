@@ -143,7 +143,7 @@ def test_bars(capsys):
         assert case["peers"] == {}
         assert all(row["bar"] > 0 for row in case["bars"].values())
         assert all(row["value"] > 0 for name, row in case["bars"].items() if name != "lora_overhead")
-        assert case["moesaic"]["autograd_us"] > 0 and case["moesaic"]["nothing_us"] > 0
+        assert case["moesaic"]["autograd_us"] > 0 and all(us > 0 for us in case["moesaic"]["nothing_us"].values())
         assert case["bars"]["lora_overhead"]["value"] > -1 and case["bars"]["prepare_share"]["value"] < 1
     times = first["moesaic"]
     slowest = times["forward_ms"]["max"] + times["backward_ms"]["max"]

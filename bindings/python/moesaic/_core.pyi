@@ -68,6 +68,12 @@ class ThreadTrace(TypedDict):
     events: list[tuple[int, int, int, int, int, int, float, float]]
     """(kind, begin_ns, end_ns, id, expert, rows, flops, bytes); see profiling/trace.h."""
 
+class ForwardCall:
+    """A forward that has read its arguments, holds them, and has memory for its results."""
+
+    def run(self) -> None:
+        """Computes, without the Python lock; once, on the thread that prepared it."""
+
 class Layer:
     """Tensors are on the CPU. LoRA tensors come flat, ``(a, b, a, b, ...)``; the layout says what each pair is."""
 
@@ -86,7 +92,7 @@ class Layer:
     def shards(self) -> list[tuple[int, int, int]]:
         """(place of the NUMA node in the topology, first row of I, number of rows)."""
 
-    def forward(
+    def prepare_forward(
         self,
         hidden: torch.Tensor,
         top_k_ids: torch.Tensor,
@@ -95,22 +101,23 @@ class Layer:
         lora_layout: Layout,
         save: bool,
         into: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, ForwardCall]:
         """Output (`into`, if given, else new memory) and, with `save`, the state: one uint8 tensor that holds
-        everything forward saves."""
+        everything forward saves. What is in them counts once the call has run."""
 
     def backward(
         self,
-        state: torch.Tensor,
-        hidden: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        lora_tensors: tuple[torch.Tensor, ...],
+        saved_tensors: tuple[torch.Tensor, ...],
         lora_layout: Layout,
         d_out: torch.Tensor,
         needs: tuple[bool | torch.Tensor, ...],
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
-        """Gradients of hidden, top_k_weights and each LoRA tensor; None where `needs`, in the same order, is False.
-        Where it is a tensor, the gradient is written to that one."""
+    ) -> tuple[torch.Tensor | None, ...]:
+        """One value for each of `needs`, whose last ones are for hidden, top_k_weights and each LoRA tensor: their
+        gradients. None where it is False, and for those before; where it is a tensor, the gradient is written to it.
+
+        Args:
+            saved_tensors: the state, hidden, top_k_weights, and the LoRA tensors.
+        """
 
     def unpack(self, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> None:
         """Writes the weights back into tensors of the caller's."""

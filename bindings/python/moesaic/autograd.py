@@ -24,19 +24,24 @@ class _MoeExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        prepared: tuple[torch.Tensor, torch.Tensor | None] | None,
         core: _core.Layer,
         lora_layout: Layout,
-        hidden: torch.Tensor,
         top_k_ids: torch.Tensor,
+        hidden: torch.Tensor,
         top_k_weights: torch.Tensor,
         *lora_tensors: torch.Tensor,
     ) -> torch.Tensor:
-        out, state, host_hidden, host_weights, ctx.devices = staging.forward(
-            core, hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, True
-        )
-        ctx.save_for_backward(state, host_hidden, host_weights, *lora_tensors)
-        ctx.core = core
-        ctx.lora_layout = lora_layout
+        """With `prepared`, output and state: they are filled when autograd is done with them, see `moe_experts`."""
+        devices = None
+        if prepared is not None:
+            out, state = prepared
+        else:
+            out, state, hidden, top_k_weights, devices = staging.forward(
+                core, hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, True
+            )
+        ctx.save_for_backward(state, hidden, top_k_weights, *lora_tensors)
+        ctx.call = (core, lora_layout, devices)
         ctx.set_materialize_grads(False)
         return out
 
@@ -46,23 +51,14 @@ class _MoeExperts(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if d_out is None:
             return (None,) * len(needs)
-        state, hidden, top_k_weights, *lora_tensors = ctx.saved_tensors
-        d_hidden, d_weights, d_lora = staging.backward(
-            ctx.core,
-            state,
-            hidden,
-            top_k_weights,
-            tuple(lora_tensors),
-            ctx.lora_layout,
-            d_out,
-            (needs[2], needs[4], *needs[5:]),
-            ctx.devices,
-        )
-        grads = (None, None, d_hidden, None, d_weights, *d_lora)
+        create_graph = torch.is_grad_enabled()
+        core, lora_layout, devices = ctx.call
+        saved = ctx.saved_tensors
+        grads: tuple[torch.Tensor | None, ...] = staging.backward(core, saved, lora_layout, d_out, needs, devices)
         _core.mark_exit()
-        if torch.is_grad_enabled():  # create_graph=True
+        if create_graph:
             # Of GPU tensors, copies were saved that autograd knows nothing of: hence the last argument.
-            inputs = (d_out, hidden, top_k_weights, *lora_tensors, torch.empty(0, requires_grad=True))
+            inputs = (d_out, *saved[1:], torch.empty(0, requires_grad=True))
             return _NoSecondDerivative.apply(len(grads), *grads, *inputs)  # type: ignore[no-untyped-call, no-any-return]
         return grads
 
@@ -117,13 +113,44 @@ def moe_experts(
     staging.check_tensors(hidden, top_k_ids, top_k_weights)
     core = layer._core
     out: torch.Tensor
-    if torch.is_grad_enabled() and (
+    if not torch.is_grad_enabled() or not (
         hidden.requires_grad or top_k_weights.requires_grad or any(t.requires_grad for t in lora_tensors)
     ):
-        out = _MoeExperts.apply(  # type: ignore[no-untyped-call]
-            core, lora_layout, hidden, top_k_ids, top_k_weights, *lora_tensors
-        )
-    else:
         out = staging.forward(core, hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, False)[0]
+        _core.mark_exit()
+        return out
+    arguments = (core, lora_layout, top_k_ids, hidden, top_k_weights, *lora_tensors)
+    if hidden.is_cpu and _may_compute_later():
+        try:
+            made, state, call = core.prepare_forward(hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, True)
+        except ValueError:
+            pass  # another tensor is on a GPU, or is functorch's, or this is an error that will come again
+        else:
+            out = _apply((made, state), *arguments)  # type: ignore[no-untyped-call]
+            call.run()
+            _core.mark_exit()
+            return out
+    out = _MoeExperts.apply(None, *arguments)  # type: ignore[no-untyped-call]
     _core.mark_exit()
     return out
+
+
+def _may_compute_later() -> bool:
+    """Whether the engine may fill output and state when autograd's bookkeeping for them is done.
+
+    In a large layer that is the faster order: after a pass over the weights no cache holds anything of autograd's, and
+    its bookkeeping behind the engine takes four times as long as before it. Two look at what is not filled yet: hooks
+    for saved tensors (checkpointing, offloading), which get the state while it is saved, and a profiler, in which the
+    function's event would not hold the engine's time. Transformations (`torch.func`) are `Function.apply`'s to refuse.
+    """
+    return (
+        _top_hooks(False) is None
+        and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+# Private to PyTorch, which has no other way to ask; one that lacks it says as if there were hooks.
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True)
+# Function.apply without what it does for transformations, which is a third of its time.
+_apply = super(torch.autograd.Function, _MoeExperts).apply

@@ -158,12 +158,9 @@ class ExpertsLayer:
             raise TypeError(f"saved is a {type(saved).__name__}; expected what forward(..., save=True) returned")
         if not isinstance(d_out, torch.Tensor):
             raise TypeError(f"d_out is a {type(d_out).__name__}; expected a torch.Tensor")
-        d_hidden, d_weights, d_lora = staging.backward(
+        d_hidden, d_weights, *d_lora = staging.backward(
             self._core,
-            saved.state,
-            saved.hidden,
-            saved.top_k_weights,
-            saved.lora_tensors,
+            (saved.state, saved.hidden, saved.top_k_weights, *saved.lora_tensors),
             saved.lora_layout,
             d_out,
             (True,) * (2 + len(saved.lora_tensors)),

@@ -68,8 +68,7 @@ class Lora:
     down: LoraPair | None = None
 
     def __post_init__(self) -> None:
-        for field in FIELDS:
-            pair = getattr(self, field)
+        for field, pair in zip(FIELDS, (self.gate_up, self.gate, self.up, self.down), strict=True):
             if pair is not None and not isinstance(pair, LoraPair):
                 raise TypeError(f"{field} is a {type(pair).__name__}; expected a moesaic.LoraPair or None")
 

@@ -23,7 +23,15 @@ import torch
 from moesaic import _core
 from moesaic.lora import Layout
 
-__all__ = ["DEVICE_TO_HOST", "HOST_TO_DEVICE", "backward", "check_tensors", "collect_times", "forward", "on_cpu"]
+__all__ = [
+    "DEVICE_TO_HOST",
+    "HOST_TO_DEVICE",
+    "backward",
+    "check_tensors",
+    "collect_times",
+    "forward",
+    "on_cpu",
+]
 
 #: The rows of a profile that count copies.
 DEVICE_TO_HOST, HOST_TO_DEVICE = "device_to_host", "host_to_device"
@@ -47,8 +55,11 @@ def on_cpu(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor.to("cpu")
 
 
-def check_tensors(hidden: torch.Tensor, top_k_ids: torch.Tensor, top_k_weights: torch.Tensor) -> None:
+def check_tensors(hidden: object, top_k_ids: object, top_k_weights: object) -> None:
     """Raises TypeError unless all of them are tensors."""
+    tensor = torch.Tensor
+    if isinstance(hidden, tensor) and isinstance(top_k_ids, tensor) and isinstance(top_k_weights, tensor):
+        return
     for name, value in (("hidden", hidden), ("top_k_ids", top_k_ids), ("top_k_weights", top_k_weights)):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
@@ -63,7 +74,7 @@ def forward(
     lora_layout: Layout,
     save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, _Devices | None]:
-    """``core.forward`` for tensors on any devices.
+    """A forward of `core` for tensors on any devices.
 
     Returns:
         The output on the device of `hidden`, the state, and `hidden` and `top_k_weights` in CPU memory, to save them:
@@ -74,7 +85,8 @@ def forward(
     """
     inputs = (hidden, top_k_ids, top_k_weights)
     if _all_on_cpu(inputs) and _all_on_cpu(lora_tensors):
-        out, state = core.forward(*inputs, lora_tensors, lora_layout, save)
+        out, state, call = core.prepare_forward(hidden, top_k_ids, top_k_weights, lora_tensors, lora_layout, save)
+        call.run()
         return out, state, hidden, top_k_weights, None
     names = ("hidden", "top_k_ids", "top_k_weights")
     host_hidden, host_ids, host_weights, *host_lora = _to_host((*inputs, *lora_tensors), names)
@@ -82,7 +94,10 @@ def forward(
     into = None
     if hidden.is_cuda:
         into = _queue(hidden.device).host_like(torch.empty(hidden.shape, dtype=hidden.dtype, device="meta"))
-    out, state = core.forward(host_hidden, host_ids, host_weights, tuple(host_lora), lora_layout, save, into)
+    out, state, call = core.prepare_forward(
+        host_hidden, host_ids, host_weights, tuple(host_lora), lora_layout, save, into
+    )
+    call.run()
     _core.mark_exit()
     (result,) = _to_devices((out,), (hidden.device,))
     assert result is not None
@@ -93,15 +108,12 @@ def forward(
 
 def backward(
     core: _core.Layer,
-    state: torch.Tensor,
-    hidden: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    lora_tensors: tuple[torch.Tensor, ...],
+    saved_tensors: tuple[torch.Tensor, ...],
     lora_layout: Layout,
     d_out: torch.Tensor,
     needs: tuple[bool, ...],
     devices: _Devices | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+) -> tuple[torch.Tensor | None, ...]:
     """``core.backward`` for tensors on any devices.
 
     Args:
@@ -110,25 +122,20 @@ def backward(
 
     Raises: as `moesaic.ExpertsLayer.backward`.
     """
-    tensors = (state, hidden, top_k_weights, d_out)
     if devices is None:
-        if _all_on_cpu(tensors) and _all_on_cpu(lora_tensors):
-            return core.backward(state, hidden, top_k_weights, lora_tensors, lora_layout, d_out, needs)
-        devices = (torch.device("cpu"),) * len(needs)
-    host_state, host_hidden, host_weights, host_d_out, *host_lora = _to_host(
-        (*tensors, *lora_tensors), ("saved.state", "hidden", "top_k_weights", "d_out")
-    )
+        if d_out.is_cpu and _all_on_cpu(saved_tensors):
+            return core.backward(saved_tensors, lora_layout, d_out, needs)
+        devices = (torch.device("cpu"),) * (len(saved_tensors) - 1)
+    host_d_out, *host_saved = _to_host((d_out, *saved_tensors), ("d_out", "saved.state", "hidden", "top_k_weights"))
     _core.mark_entry()
+    first = len(needs) - len(devices)
     memory = tuple(
         _queue(device).host_like(like) if need and device.type == "cuda" else need
-        for need, device, like in zip(needs, devices, (host_hidden, host_weights, *host_lora), strict=True)
+        for need, device, like in zip(needs[first:], devices, host_saved[1:], strict=True)
     )
-    d_hidden, d_weights, d_lora = core.backward(
-        host_state, host_hidden, host_weights, tuple(host_lora), lora_layout, host_d_out, memory
-    )
+    grads = core.backward(tuple(host_saved), lora_layout, host_d_out, memory)
     _core.mark_exit()
-    d_hidden, d_weights, *d_others = _to_devices((d_hidden, d_weights, *d_lora), devices)
-    return d_hidden, d_weights, tuple(d_others)
+    return (None,) * first + tuple(_to_devices(grads, devices))
 
 
 def _all_on_cpu(tensors: Sequence[torch.Tensor]) -> bool:

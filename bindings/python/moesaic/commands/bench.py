@@ -307,7 +307,8 @@ def _show_case(tables: Tables, case: dict[str, Any]) -> None:
         details.append([name.replace("_", " "), f"{row['value']:.3f}  (bar: {row['bar']:g})"])
     if own.get("autograd_us") is not None:
         details.append(["autograd around backward, us", f"{own['autograd_us']:.1f}"])
-        details.append(["a forward of nothing, us", f"{own['nothing_us']:.1f}"])
+        nothing = "  ".join(f"{way} {us:.1f}" for way, us in own["nothing_us"].items())
+        details.append(["an autograd function of nothing, us", nothing])
     checks = [("moesaic", case["verified"])] + [(name, peer["verified"]) for name, peer in case["peers"].items()]
     for name, verified in checks:
         if verified is not None:

@@ -28,7 +28,9 @@ _PROFILED = 9
 
 
 class _Nothing(torch.autograd.Function):
-    """Computes nothing and keeps what it is given."""
+    """Computes nothing: keeps what it is given, and makes a tensor for each gradient."""
+
+    backward_us = 0.0
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -36,8 +38,11 @@ class _Nothing(torch.autograd.Function):
         return tensors[0].view_as(tensors[0])
 
     @staticmethod
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[None, ...]:
-        return (None,) * len(ctx.saved_tensors)
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        start = time.perf_counter()
+        gradients = tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+        _Nothing.backward_us = 1e6 * (time.perf_counter() - start)
+        return gradients
 
 
 _WITHOUT_LORA, _TWO, _SUMMED = "without_lora", "two_adapters", "summed_rank"
@@ -51,9 +56,9 @@ class Bars:
         self.variants: dict[str, Variant] = {}
         self.autograd_us: float | None = None
         """What PyTorch takes for a backward besides the function that it calls, once `report` has measured it."""
-        self.nothing_us: float | None = None
-        """What PyTorch takes, right after a call, for the forward of an autograd function of the same tensors that
-        computes nothing: the least that a call from Python can take there. Likewise."""
+        self.nothing_us: dict[str, float] | None = None
+        """What PyTorch takes, right after a call, for an autograd function of the same tensors that computes nothing:
+        its forward, and in its backward what it saved and a new tensor for each gradient. Likewise."""
         if adapter is None:
             return
         generator = torch.Generator().manual_seed(1)
@@ -114,13 +119,17 @@ class Bars:
         return {name: {"value": value, "bar": bar} for name, (value, bar) in rows.items()}
 
     def _profiled(self) -> dict[str, tuple[float, float]]:
-        shares, outside, around, nothing = [], [], [], []
+        shares, outside, around = [], [], []
+        nothing: dict[str, list[float]] = {"forward": [], "backward": []}
         for _ in range(_PROFILED):
             with moesaic.profile() as profile:
                 call = timed(self._engine, save=True)
             start = time.perf_counter()
-            _Nothing.apply(*self._engine.leaves)  # type: ignore[no-untyped-call]
-            nothing.append(1e6 * (time.perf_counter() - start))
+            out = _Nothing.apply(*self._engine.leaves)  # type: ignore[no-untyped-call]
+            nothing["forward"].append(1e6 * (time.perf_counter() - start))
+            timed(self._engine, save=False)
+            self._engine.backward(out, self._engine.batch.d_out)
+            nothing["backward"].append(_Nothing.backward_us)
             phases = {phase["name"]: phase["thread_ms"] for phase in profile.phases()}
             shares.append((phases.get("D0_prepare", 0.0) + phases.get("GU0_prepare", 0.0)) / phases["backward"])
             document = profile.document()
@@ -131,7 +140,7 @@ class Bars:
             around.append(1e3 * ((call.backward_ms or 0.0) - calls["backward"]["wall_ms"]["max"]))
         forward, backward = zip(*outside, strict=True)
         self.autograd_us = statistics.median(around)
-        self.nothing_us = statistics.median(nothing)
+        self.nothing_us = {way: statistics.median(times) for way, times in nothing.items()}
         return {
             "prepare_share": (statistics.median(shares), PREPARE_SHARE),
             "forward_overhead_us": (statistics.median(forward), OVERHEAD_US),
