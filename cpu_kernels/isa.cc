@@ -55,7 +55,9 @@ const KernelTier& FindTier(std::string_view name) {
       if (tier->runs_here()) return *tier;
       found = tier;
     }
-    if (known.find(tier->name) == std::string::npos) known += (known.empty() ? "" : ", ") + std::string(tier->name);
+    if ((known + ",").find(std::string(tier->name) + ",") == std::string::npos) {
+      known += (known.empty() ? "" : ", ") + std::string(tier->name);
+    }
   }
   if (found == nullptr) {
     throw UnsupportedHostError("MOESAIC_ISA is \"" + std::string(name) + "\"; this build has " + known);

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 
@@ -43,6 +44,21 @@ void CounterLine::Lay(Reading from, std::uint64_t slope) {
   version_.store(version + 2, std::memory_order_release);
 }
 
+namespace {
+
+std::string_view WantedClock() {
+  const char* wanted = std::getenv("MOESAIC_CLOCK");
+  return wanted == nullptr ? "" : wanted;
+}
+
+}  // namespace
+
+void CheckClock() {
+  const std::string_view wanted = WantedClock();
+  if (wanted.empty() || wanted == "system") return;
+  throw std::invalid_argument("MOESAIC_CLOCK is \"" + std::string(wanted) + "\"; expected \"system\", or nothing");
+}
+
 namespace internal {
 
 constinit CounterLine counter_line;
@@ -58,8 +74,7 @@ bool CounterIsTrusted() {
   constexpr unsigned kInvariant = 1U << 8;
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (__get_cpuid(0x80000007, &eax, &ebx, &ecx, &edx) == 0 || (edx & kInvariant) == 0) return false;
-  const char* wanted = std::getenv("MOESAIC_CLOCK");
-  if (wanted != nullptr && std::string_view(wanted) == "system") return false;
+  if (WantedClock() == "system") return false;
   std::string source;
   std::ifstream("/sys/devices/system/clocksource/clocksource0/current_clocksource") >> source;
   return source == "tsc";

@@ -53,6 +53,9 @@ class CounterLine {
   std::int64_t most_ = 0;   // no thread was told more
 };
 
+/// Throws std::invalid_argument where MOESAIC_CLOCK says anything but "system".
+void CheckClock();
+
 namespace internal {
 extern CounterLine counter_line;
 std::int64_t NowOfSystem();

@@ -349,7 +349,10 @@ RangeId RegisterRange(const std::string& name, const std::string& category, Rang
   return id;
 }
 
-void SetTimersEnabled(bool enabled) { timers_enabled.store(enabled, std::memory_order_relaxed); }
+void SetTimersEnabled(bool enabled) {
+  if (enabled) CheckClock();
+  timers_enabled.store(enabled, std::memory_order_relaxed);
+}
 
 bool TimersEnabled() { return timers_enabled.load(std::memory_order_relaxed); }
 

@@ -42,6 +42,7 @@ struct RangeStats {
 };
 
 /// Timers are off until switched on; NVTX ranges are always emitted and cost a predicted branch without a tool.
+/// Throws std::invalid_argument where MOESAIC_CLOCK is not known.
 void SetTimersEnabled(bool enabled);
 bool TimersEnabled();
 /// Everything to zero, what calls.h counts too; a trace goes on.

@@ -456,6 +456,9 @@ for call in (moesaic.isa, lambda: moesaic.ExpertsLayer(torch.zeros(1, 64, 32), t
         assert len(lines) == 2 and all(line.startswith("True") and name in line for line in lines), (
             result.stdout + result.stderr
         )
+        if name == "no_such_isa":
+            known = dict.fromkeys(t["name"] for t in _core.isa_tiers())
+            assert sorted(lines[0].partition("this build has ")[2].split(", ")) == sorted(known)
 
 
 def test_thread_source_from_the_environment(run_python: RunPython) -> None:
@@ -464,6 +467,14 @@ def test_thread_source_from_the_environment(run_python: RunPython) -> None:
     assert run_python(program, MOESAIC_THREAD_SOURCE="openmp").stdout == "openmp\n"
     result = run_python(program, MOESAIC_THREAD_SOURCE="pool")
     assert result.returncode != 0 and 'MOESAIC_THREAD_SOURCE is "pool"' in result.stderr
+
+
+def test_clock_from_the_environment(run_python: RunPython) -> None:
+    result = run_python("import moesaic", MOESAIC_CLOCK="sytem")
+    assert result.returncode != 0 and 'MOESAIC_CLOCK is "sytem"; expected "system", or nothing' in result.stderr
+    for known in ("system", ""):
+        program = "from moesaic import _core; _core.set_timers_enabled(True); print(_core.clock_ns() > 0)"
+        assert run_python(program, MOESAIC_CLOCK=known).stdout == "True\n"
 
 
 def test_number_of_threads_from_the_environment(run_python: RunPython) -> None:
