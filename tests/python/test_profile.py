@@ -156,6 +156,24 @@ def test_bad_files(content: str | None, message: str, tmp_path: Path, capsys: py
     assert message in error and error.count("\n") == 1
 
 
+def test_edited_files(recorded: doc.Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, edited = tmp_path / "good.json", tmp_path / "edited.json"
+    good.write_text(json.dumps(recorded))
+    without = {name: value for name, value in recorded.items() if name != "calls"}
+    no_number = {**recorded, "phases": [{**recorded["phases"][0], "calls": "many"}]}
+    no_step = {**recorded, "steps": [None]}
+    for content, command in (
+        (without, ["show"]),
+        (without, ["show", "-o", str(tmp_path / "run.html")]),
+        (no_number, ["show"]),
+        (no_step, ["diff", str(good)]),
+    ):
+        edited.write_text(json.dumps(content))
+        assert main(["profile", *command, str(edited)]) == 1
+        error = capsys.readouterr().err
+        assert "edited.json: not as schema 3 says" in error and error.count("\n") == 1
+
+
 def test_bad_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--", "no-such-program-of-ours"]) == 1
     assert "no such program" in capsys.readouterr().err

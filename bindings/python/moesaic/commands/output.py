@@ -98,5 +98,5 @@ class Tables:
             print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-_PIPED_WIDTH = 120
+_PIPED_WIDTH = 140
 _CELL_STYLES = {"yes": "green", "no": "dim", "-": "dim"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import os
 import resource
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,21 +97,34 @@ def _write(document: doc.Document, path: str) -> None:
         raise CommandError(f"{path}: {error}") from error
 
 
+@contextlib.contextmanager
+def _reading(*paths: str) -> Iterator[None]:
+    """Whoever edits a profile may leave out or change what is read only here."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CommandError(f"{' or '.join(paths)}: not as schema {doc.SCHEMA} says ({what})") from error
+
+
 def _show(args: argparse.Namespace, rest: list[str]) -> int:
     (path,) = _trailing(args, rest, 1)
     document = _load(path)
-    if args.output:
-        _write(document, args.output)
-    if args.json:
-        print_json(document)
-    else:
-        print_document(document, layers=args.layers)
+    with _reading(path):
+        if args.output:
+            _write(document, args.output)
+        if args.json:
+            print_json(document)
+        else:
+            print_document(document, layers=args.layers)
     return 0
 
 
 def _diff(args: argparse.Namespace, rest: list[str]) -> int:
-    before, after = (_load(path) for path in _trailing(args, rest, 2))
-    rows = compare(before, after)
+    paths = _trailing(args, rest, 2)
+    before, after = (_load(path) for path in paths)
+    with _reading(*paths):
+        rows = compare(before, after)
     if args.json:
         print_json({"schema": 1, "rows": rows})
         return 0
