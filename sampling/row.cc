@@ -18,6 +18,8 @@ namespace {
 constexpr std::int64_t kSmallVocabulary = 8192;
 /// A longer list is drawn from in two steps.
 constexpr std::int64_t kManyTokens = 1024;
+/// By so much may the largest exponent exceed the coarse sums' reference.
+constexpr double kMostAboveReference = 100;
 
 [[noreturn]] void FailRow(std::int64_t row, const char* what) {
   throw std::invalid_argument("logits has " + std::string(what) + " in row " + std::to_string(row) +
@@ -71,7 +73,7 @@ void Row::Begin(std::int64_t row, RowScratch* scratch, const std::vector<Piece>*
   index_ = row;
   scratch_ = scratch;
   pieces_ = pieces;
-  listed_ = pending_ = is_narrow_ = false;
+  listed_ = pending_ = is_estimated_ = is_coarse_ = is_above_ = false;
   masses_ = Masses::kNone;
   count_ = 0;
   cut_ = Cut();
@@ -82,7 +84,7 @@ void Row::Begin(std::int64_t row, RowScratch* scratch, const std::vector<Piece>*
                                                      options_.presence_penalty != 0);
   if (logits.stride[1] != 1 || penalties) Pack();
   if (penalties) Penalise();
-  if (CutsSums()) BracketTopP();
+  if (CutsSums()) EstimateTopP();
 }
 
 void Row::Pack() {
@@ -114,17 +116,14 @@ void Row::Scan(std::int64_t piece) {
   const auto [first, last] = (*pieces_)[static_cast<std::size_t>(piece)];
   StageRange range(sums ? Stage::kSoftmax : Stage::kSelect,
                    std::min((last - first) * kSamplingBlock, logits_.size) * SizeOf(logits_.dtype));
+  if (is_coarse_) {
+    return kernels_.scan_coarsely({logits_, first, last, 1 / temperature_, reference_, scratch_->max, scratch_->sum});
+  }
   ScanBlocksArgs scan{logits_, first, last, 1 / temperature_, scratch_->max};
   if (sums) scan.sum = scratch_->sum;
-  if (is_narrow_) {
-    const std::int64_t place = PlaceOf(piece);
-    scan.above = scratch_->above;
-    scan.low = low_;
-    scan.high = high_;
-    scan.values = scratch_->values + place;
-    scan.columns = scratch_->columns + place;
-  }
-  scratch_->piece_counts[static_cast<std::size_t>(piece)] = kernels_.scan_blocks(scan);
+  if (is_estimated_) scan.above = scratch_->above;
+  scan.high = high_;
+  kernels_.scan_blocks(scan);
 }
 
 void Row::FindMaximum() {
@@ -146,18 +145,37 @@ void Row::ShareInfinities() {
     scratch_->packed[i] = LoadFloat(view, 0, i) == kInfinity ? 0.0f : -kInfinity;
   }
   logits_ = {scratch_->packed, DType::kFloat32, logits_.size};
-  is_narrow_ = false;
+  is_estimated_ = is_coarse_ = false;
   kernels_.scan_blocks({logits_, 0, logits_.blocks(), 1 / temperature_, scratch_->max, NeedsSums() ? scratch_->sum : nullptr});
   max_ = 0;
+}
+
+/// After coarse sums that do not suffice.
+void Row::ScanExactly() {
+  is_coarse_ = false;
+  kernels_.scan_blocks({logits_, 0, logits_.blocks(), 1 / temperature_, scratch_->max, scratch_->sum});
+  SumMasses();
+}
+
+/// The blocks' masses and their sum, relative to the largest logit.
+void Row::SumMasses() {
+  const std::int64_t blocks = logits_.blocks();
+  const double exponent = static_cast<double>(CoarseScale(1 / temperature_)) * max_ - reference_;
+  if (is_coarse_ && exponent > kMostAboveReference) return ScanExactly();
+  if (is_coarse_) {
+    const double factor = std::exp2(-exponent);
+    for (std::int64_t b = 0; b < blocks; ++b) scratch_->mass[b] = static_cast<double>(scratch_->sum[b]) * factor;
+  } else {
+    kernels_.block_mass({scratch_->max, scratch_->sum, blocks, max_, 1 / temperature_, scratch_->mass});
+  }
+  total_ = std::accumulate(scratch_->mass, scratch_->mass + blocks, 0.0);
 }
 
 bool Row::Plan() {
   FindMaximum();
   if (NeedsSums()) {
     StageRange range(Stage::kSoftmax);
-    const std::int64_t blocks = logits_.blocks();
-    kernels_.block_mass({scratch_->max, scratch_->sum, blocks, max_, 1 / temperature_, scratch_->mass});
-    total_ = std::accumulate(scratch_->mass, scratch_->mass + blocks, 0.0);
+    SumMasses();
     masses_ = Masses::kKept;
   }
   if (Greedy()) return false;
@@ -189,8 +207,8 @@ void Row::CollectPiece(std::int64_t piece) {
   StageRange range(Stage::kSelect, std::min((last - first) * kSamplingBlock, logits_.size) * SizeOf(logits_.dtype));
   const std::int64_t place = PlaceOf(piece);
   scratch_->piece_counts[static_cast<std::size_t>(piece)] =
-      kernels_.collect({logits_, first, last, scratch_->max, low_, high_, max_, 1 / temperature_, scratch_->mass,
-                        scratch_->values + place, scratch_->columns + place});
+      kernels_.collect({logits_, first, last, scratch_->max, low_, high_, max_, 1 / temperature_,
+                        is_estimated_ ? nullptr : scratch_->mass, scratch_->values + place, scratch_->columns + place});
 }
 
 /// Where the list of a piece begins, with room for all its elements and 16 more.
@@ -243,19 +261,20 @@ Row::Piece Row::ListOf(std::int64_t b) const {
   return {place(b * kSamplingBlock), place((b + 1) * kSamplingBlock)};
 }
 
-/// The mass of what is kept of a block.
+/// The mass of what is kept of a block. The list is lost where it takes another look at the block.
 double Row::MassOf(std::int64_t b) {
   double* mass = scratch_->mass + b;
   if (masses_ == Masses::kNone) {
     kernels_.scan_blocks({logits_, b, b + 1, 1 / temperature_, scratch_->max, scratch_->sum});
     kernels_.block_mass({scratch_->max + b, scratch_->sum + b, 1, max_, 1 / temperature_, mass});
   }
-  if (masses_ != Masses::kAbove) return *mass;
-  const auto [first, last] = ListOf(b);
+  if (masses_ != Masses::kWhole) return *mass;
+  // What is above the cut, and those of its value that stay.
+  count_ = kernels_.collect({logits_, b, b + 1, scratch_->max, cut_.value, cut_.value, max_, 1 / temperature_, scratch_->mass,
+                             scratch_->values, scratch_->columns});
+  WeighList();
   double sum = *mass;
-  for (std::int64_t i = first; i < last; ++i) {
-    if (cut_.Keeps(scratch_->values[i], scratch_->columns[i])) sum += scratch_->weights[i];
-  }
+  for (std::int64_t i = 0; i < count_; ++i) sum += scratch_->columns[i] <= cut_.column ? scratch_->weights[i] : 0.0;
   return sum;
 }
 
@@ -263,7 +282,7 @@ double Row::MassOf(std::int64_t b) {
 void Row::BoundMasses(double* bounds) const {
   const std::int64_t blocks = logits_.blocks();
   if (masses_ == Masses::kKept) return (void)std::copy(scratch_->mass, scratch_->mass + blocks, bounds);
-  const bool summed = masses_ == Masses::kAbove;
+  const bool summed = masses_ == Masses::kWhole;
   kernels_.block_mass({scratch_->max, summed ? scratch_->sum : nullptr, blocks, max_, 1 / temperature_, bounds});
   const double most = summed ? 1.00001 : kSamplingBlock * 1.00001;  // the sum of all, or of as many as the largest; rounding
   for (std::int64_t b = 0; b < blocks; ++b) bounds[b] *= most;

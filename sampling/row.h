@@ -72,13 +72,15 @@ class Row {
   enum class Masses : std::uint8_t {
     kNone,
     kKept,   ///< the mass of what is kept
-    kAbove,  ///< of what is above the bracket of top_p; the rest of what cut_ keeps is in the list
+    kWhole,  ///< not yet what cut_ keeps of it; `sum` has the whole
   };
 
   bool IsSmall() const;
   bool WantsProbability() const { return args_.confidence != nullptr && args_.confidence_kind == Confidence::kProbability; }
   bool NeedsSums() const;
   bool CutsSums() const;
+  void ScanExactly();
+  void SumMasses();
 
   void Pack();
   void Penalise();
@@ -98,8 +100,9 @@ class Row {
   // Filters (filters.cc). Each leaves the kept tokens as the list, or as cut_ and the masses of the blocks.
   void TakeTopK();
   float BoundOfTopK() const;
-  void BracketTopP();
+  void EstimateTopP();
   bool PlanTopP();
+  void ChooseBracket();
   bool TakePeak(double target);
   void FinishTopP();
   void TakeMinP();
@@ -132,10 +135,15 @@ class Row {
   std::int64_t count_ = 0;
   Cut cut_;
   Masses masses_ = Masses::kNone;
-  double total_ = 0;          // mass of the row, relative to its largest logit; after a filter of what is kept, unless listed
-  double doubt_ = 0;          // by how much the fast sums may be off
-  float low_ = 0, high_ = 0;  // the bracket around the boundary of top_p
-  bool is_narrow_ = false;    // few elements are in the bracket: the first pass collects them
+  double total_ = 0;           // mass of the row, relative to its largest logit; after a filter of what is kept, unless listed
+  double doubt_ = 0;           // by how much the fast sums may be off
+  float low_ = 0, high_ = 0;   // the bracket around the boundary of top_p
+  bool is_estimated_ = false;  // high_ is where the sample has the boundary: the first pass adds up what is above
+  double density_ = 0;         // of mass below that
+  double above_ = 0;           // the mass above it
+  bool is_above_ = false;      // the bracket is above it
+  bool is_coarse_ = false;     // the first pass gives coarse sums
+  float reference_ = 0;        // their m
 };
 
 }  // namespace moesaic::sampling

@@ -72,17 +72,18 @@ MOESAIC_INLINE F32x16 Larger(F32x16 a, F32x16 b) {
 #endif
 }
 
-/// `weight` where x > high, and 0 elsewhere.
-MOESAIC_INLINE F32x16 WhereAbove(F32x16 x, F32x16 high, F32x16 weight) {
+/// sum + weight where x > high, and sum elsewhere.
+MOESAIC_INLINE F32x16 AddAbove(F32x16 sum, F32x16 x, F32x16 high, F32x16 weight) {
 #if defined(__AVX512F__)
-  return (F32x16)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)high, _CMP_GT_OQ), (__m512)weight);
+  const __mmask16 above = _mm512_cmp_ps_mask((__m512)x, (__m512)high, _CMP_GT_OQ);
+  return (F32x16)_mm512_mask_add_ps((__m512)sum, above, (__m512)sum, (__m512)weight);
 #else
   float v[16], most[16], w[16];
   std::memcpy(v, &x, sizeof(x));
   std::memcpy(most, &high, sizeof(high));
   std::memcpy(w, &weight, sizeof(weight));
   for (int i = 0; i < 16; ++i) w[i] = v[i] > most[i] ? w[i] : 0.0f;
-  return LoadF32(w);
+  return sum + LoadF32(w);
 #endif
 }
 
@@ -169,6 +170,51 @@ class Power {
   static constexpr float kMagic = 12582912.0f;
 
   float c_, c_low_, least_;
+};
+
+/// 2^(x c - m), c = log2(e) / T rounded to fp32 and m a whole number, for x c from m - 126, below which x counts as that, to
+/// m + 126 and both below 2^21 in magnitude: four instructions fewer than Power, relative error below 3e-6. NaN passes through.
+class CoarsePower {
+ public:
+  MOESAIC_INLINE CoarsePower(double inverse_temperature, float m)
+      : c_(CoarseScale(inverse_temperature)), magic_(kMagic - m), least_((m - 126.0f) / c_) {}
+
+  MOESAIC_INLINE F32x16 operator()(F32x16 x) const {
+#if defined(__AVX512F__)
+    const __m512 c = _mm512_set1_ps(c_), magic = _mm512_set1_ps(magic_);
+    const __m512 y = _mm512_max_ps(_mm512_set1_ps(least_), (__m512)x);  // keeps a NaN
+    const __m512 shifted = _mm512_fmadd_ps(y, c, magic);
+    const __m512 r = _mm512_fmsub_ps(y, c, _mm512_sub_ps(shifted, magic));
+    return (F32x16)_mm512_add_epi32((__m512i)PowerOfTwo((F32x16)r), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23));
+#else
+    float v[16];
+    std::uint32_t scale[16];
+    std::memcpy(v, &x, sizeof(x));
+    for (int i = 0; i < 16; ++i) {
+      const float y = (v[i] < least_ ? least_ : v[i]) * c_;
+      const float shifted = y + magic_;
+      scale[i] = (__builtin_bit_cast(std::uint32_t, shifted) + 127u) << 23;
+      v[i] = y - (shifted - magic_);
+    }
+    F32x16 factor;
+    std::memcpy(&factor, scale, sizeof(factor));
+    return PowerOfTwo(LoadF32(v)) * factor;
+#endif
+  }
+
+ private:
+  /// 2^r on [-1/2, 1/2]: fitted to least maximal relative error (Lawson's iteration), 2.7e-6 with its roundings.
+  MOESAIC_INLINE static F32x16 PowerOfTwo(F32x16 r) {
+    F32x16 p = Broadcast(0.009570086f);
+    p = p * r + 0.05591785f;
+    p = p * r + 0.24024744f;
+    p = p * r + 0.6931218f;
+    return p * r + 0.9999993f;
+  }
+
+  static constexpr float kMagic = 12582912.0f;
+
+  float c_, magic_, least_;
 };
 
 /// Calls function(const T* logits) with the row's own type.

@@ -29,27 +29,23 @@ struct LogitRow {
 /// How many logits of a row are taken as a sample.
 inline constexpr std::int64_t kSamplingSample = 4096;
 
-/// Where the sample of a row of at least 16 expects the logit down to which the probabilities sum up to top_p: some standard
-/// deviations around it. The share of the mass above it, estimated from n elements, has the variance of
-/// sum w_i (I_i - p) / sum w_i, where I_i says whether element i is above. Logits may be of any kind; those that are not finite
-/// do not count.
-struct TopPBracketArgs {
+/// Where the sample of a row of at least 16 expects the logit down to which the probabilities sum up to top_p. Logits may be of
+/// any kind; those that are not finite do not count.
+struct TopPEstimateArgs {
   LogitRow row;
   double inverse_temperature = 1;
   double top_p = 1;
 };
-struct TopPBracket {
-  float low = std::numeric_limits<float>::lowest();  ///< this and infinity: the sample cannot say
-  float high = std::numeric_limits<float>::infinity();
-  float share = 1;  ///< of the sample's elements that are inside
+struct TopPEstimate {
+  float boundary = 0;
+  double density = 0;  ///< of the mass below it: the share of the whole for each unit of x; 0: the sample cannot say
+  float top = std::numeric_limits<float>::infinity();  ///< the largest finite logit of the sample; infinity: there is none
 };
 
 /// For blocks b in [first, last):
 ///   max[b] = max of x; NaN if there is a NaN
 ///   sum[b] = sum of e^((x - max[b]) / T), to 2e-7; 0 where the maximum is infinite; left out where `sum` is null
-///   above[b] = the same over x > high
-/// and the elements with low <= x <= high of blocks with a finite maximum, in the order of their columns; both left out where
-/// `above` is null.
+///   above[b] = the same over x > high; left out where `above` is null
 struct ScanBlocksArgs {
   LogitRow row;
   std::int64_t first = 0;
@@ -58,10 +54,23 @@ struct ScanBlocksArgs {
   float* max = nullptr;
   float* sum = nullptr;
   float* above = nullptr;  ///< with `sum`
-  float low = 0;
   float high = 0;
-  float* values = nullptr;  ///< room for every element of the blocks and 16 more
-  std::int32_t* columns = nullptr;
+};
+
+/// For blocks b in [first, last), with c = log2(e) / T rounded to fp32, as CoarseScale gives it:
+///   max[b] as above
+///   sum[b] = sum of 2^(x c - m), every term to 3e-6, where |x c| < 2^21 and x c < m + 120; terms below 2^(m - 126) count as
+///   that
+/// In one pass with a third fewer instructions than exact sums, for rows whose boundary is clear.
+inline float CoarseScale(double inverse_temperature) { return static_cast<float>(1.4426950408889634 * inverse_temperature); }
+struct ScanCoarselyArgs {
+  LogitRow row;
+  std::int64_t first = 0;
+  std::int64_t last = 0;
+  double inverse_temperature = 1;
+  float m = 0;  ///< a whole number, |m| < 2^21
+  float* max = nullptr;
+  float* sum = nullptr;
 };
 
 /// mass[b] = sum[b] e^((max[b] - reference) / T) for b < count.
@@ -146,8 +155,9 @@ struct ExponentialsArgs {
 struct SamplingKernels {
   /// values[i], i < kSamplingSample: logits in runs of 16 that are spread evenly over a row of at least 16.
   void (*sample)(const LogitRow& row, float* values);
-  TopPBracket (*bracket_top_p)(const TopPBracketArgs&);
-  std::int64_t (*scan_blocks)(const ScanBlocksArgs&);  ///< how many elements
+  TopPEstimate (*estimate_top_p)(const TopPEstimateArgs&);
+  void (*scan_blocks)(const ScanBlocksArgs&);
+  void (*scan_coarsely)(const ScanCoarselyArgs&);
   void (*block_mass)(const BlockMassArgs&);
   std::int64_t (*collect)(const CollectArgs&);  ///< how many
   void (*weights)(const WeightsArgs&);

@@ -193,6 +193,35 @@ TEST(Sampler, NoOrderOfTheLogitsMisleads) {
   }
 }
 
+/// Rows whose probabilities fall as a power of the rank, as those of language models do: coarse sums decide most of them. Far
+/// from zero, where exponents are large numbers; rounded to quarters, where most logits are tied; with an outlier that no
+/// sample meets.
+TEST(Sampler, KeepsWhatTheReferenceKeepsOfPeakedRows) {
+  constexpr std::int64_t kRows = 4, kColumns = 12000;
+  std::mt19937 random(5);
+  for (const float power : {0.9f, 1.5f, 4.0f}) {
+    std::vector<float> x = Normal(kRows * kColumns, 0.3f, 9);
+    for (std::int64_t r = 0; r < kRows; ++r) {
+      float* row = x.data() + r * kColumns;
+      for (std::int64_t i = 0; i < kColumns; ++i) row[i] -= power * std::log(1.0f + static_cast<float>(i));
+      std::shuffle(row, row + kColumns, random);
+    }
+    for (const float offset : {0.0f, 300.0f, -20000.0f}) {
+      std::vector<float> moved = x;
+      for (float& v : moved) v += offset;
+      std::vector<float> tied = moved, outlier = moved;
+      for (float& v : tied) v = std::round(4 * v) / 4;
+      outlier[5001] += 500;
+      for (const std::vector<float>& logits : {moved, tied, outlier}) {
+        for (const Options& options :
+             {Options{.top_p = 0.9}, Options{.temperature = 0.3, .top_p = 0.99}, Options{.temperature = 2.5, .top_p = 0.5}}) {
+          ExpectReference(logits, kRows, options, "power " + std::to_string(power) + ", offset " + std::to_string(offset));
+        }
+      }
+    }
+  }
+}
+
 struct Draws {
   std::vector<std::int64_t> ids;
   std::vector<float> confidence;
