@@ -125,9 +125,9 @@ struct Fp32GemmArgs {
   float* scratch = nullptr;  ///< kFp32GemmScratch floats, 64-byte aligned
 };
 
-inline constexpr std::int64_t kFp32GemmScratch = 3 * 16 * 128;
-/// The contraction goes in steps of this: so much of A's rows, and their sums, are to stay in the L2 cache.
-inline constexpr std::int64_t kFp32GemmStep = 512;
+/// Numbers of the contraction in one part of the sum: so much of A's rows, and their sums, are to stay in the L2 cache.
+inline constexpr std::int64_t kFp32Depth = 128;
+inline constexpr std::int64_t kFp32GemmScratch = 3 * 16 * kFp32Depth;
 
 struct FusedKernels {
   void (*row_epilogue)(const RowEpilogueArgs&);

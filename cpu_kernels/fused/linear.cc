@@ -69,12 +69,13 @@ Plan MakeNormPlan(const Shape& shape, std::int64_t row_bytes) {
 
 Plan MakePlan(const Shape& shape, bool is_bf16, bool whole_rows, int threads) {
   const std::int64_t columns = RoundUp(shape.columns, 32), depth = RoundUp(shape.depth, 32);
-  const std::int64_t input_bytes = is_bf16 ? 2 * depth : 4 * std::min(depth, kFp32GemmStep);
+  const std::int64_t input_bytes = is_bf16 ? 2 * depth : 4 * std::min(depth, kFp32Depth);
   const std::int64_t row_bytes = input_bytes + 4 * (whole_rows ? columns : std::min(columns, kChunkColumns));
   // Beside the rows: two tile columns of weights, unpacked.
   const std::int64_t fixed = is_bf16 ? 128 * depth : 64 << 10;
   const std::int64_t budget = std::max<std::int64_t>(HostCaches().l2 / 8 * 7 - fixed, 0);
-  const std::int64_t most = std::clamp<std::int64_t>(budget / row_bytes / 32 * 32, 64, 256);
+  // fp32 weights take twice as long to multiply with as to bring, at 128 rows already; more only fill the cache.
+  const std::int64_t most = std::clamp<std::int64_t>(budget / row_bytes / 32 * 32, 64, is_bf16 ? 256 : 128);
   Plan plan{};
   plan.blocks = CeilDiv(shape.rows, most);
   if (plan.blocks >= threads) {
