@@ -84,9 +84,9 @@ MOESAIC_INLINE void ForVectors(const T* out, std::int64_t columns, bool stream, 
 }
 
 /// Fetches what a later step of a row reads, for work that memory limits: the hardware's own prefetchers stop at each page.
-template <typename T>
+template <std::int64_t kBytes = 2048, typename T>
 MOESAIC_INLINE void FetchAhead(const T* p) {
-  __builtin_prefetch(reinterpret_cast<const char*>(p) + 2048);
+  __builtin_prefetch(reinterpret_cast<const char*>(p) + kBytes);
 }
 
 /// The sum of sixteen values, in one order.

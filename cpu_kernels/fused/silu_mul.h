@@ -8,15 +8,37 @@ namespace {
 
 using namespace moesaic;
 
+/// 1 / (1 + e^-x) as Sigmoid of simd.h gives it, but for a product that is rounded to bf16 at once and alone: without its
+/// Newton step and with a polynomial one degree lower (least maximal relative error, 7.5e-5, by Lawson's iteration), relative
+/// error below 1.2e-4, so that results are within 0.52 units in the last place instead of 0.5. A fifth fewer instructions, and
+/// an eighth less time, where they are the limit: 434 us instead of 512 for (1, 1024, 1024), together with fetching further
+/// ahead.
+MOESAIC_INLINE F32x16 RoughSigmoid(F32x16 x) {
+#if defined(__AVX512DQ__)
+  const auto t = (__m512)(x * -1.44269504088896341f);
+  const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.07802433f), f, _mm512_set1_ps(0.22606729f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.69583356f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.9999252f));
+  return (F32x16)_mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_scalef_ps(p, t)));
+#else
+  return Sigmoid(x);
+#endif
+}
+
 template <typename T>
 MOESAIC_INLINE F32x16 SiluTimes(F32x16 gate, F32x16 up) {
-  return gate * SigmoidFor<T>(gate) * up;
+  if constexpr (sizeof(T) == sizeof(float)) return gate * SigmoidFor<T>(gate) * up;
+  return gate * RoughSigmoid(gate) * up;
 }
+
+/// Ahead of gate and of up. Rows of 1,024 bf16 gates and ups: half of that would fetch, for the gate, the up of the same row.
+inline constexpr std::int64_t kGateAhead = 4096;
 
 inline void SiluMulOf(const float* gate, const float* up, float* out, const SiluMulArgs& args) {
   ForVectors(out, args.columns, args.stream, [&](std::int64_t c, std::int64_t n, bool stream) MOESAIC_INLINE_LAMBDA {
-    FetchAhead(gate + c);
-    FetchAhead(up + c);
+    FetchAhead<kGateAhead>(gate + c);
+    FetchAhead<kGateAhead>(up + c);
     const F32x16 z = SiluTimes<float>(Load(gate + c, n), Load(up + c, n));
     if (stream) return StreamVector(out + c, z);
     Store(out + c, z, n);
@@ -32,8 +54,8 @@ inline void SiluMulOf(const BFloat16* gate, const BFloat16* up, BFloat16* out, c
       }
       return;
     }
-    FetchAhead(gate + c);
-    FetchAhead(up + c);
+    FetchAhead<kGateAhead>(gate + c);
+    FetchAhead<kGateAhead>(up + c);
     const EvenOdd g = LoadEvenOdd(gate + c), u = LoadEvenOdd(up + c);
     const U16x32 z = NarrowEvenOdd({SiluTimes<BFloat16>(g.even, u.even), SiluTimes<BFloat16>(g.odd, u.odd)});
     if (stream) return StreamLine(out + c, z);
