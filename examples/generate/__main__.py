@@ -86,6 +86,13 @@ def answer(
     return text, (written.shape[1] - prompt.shape[1]) / seconds
 
 
+def readable(text: str) -> Text:
+    """An answer as it is; of one that would not be seen, what it consists of."""
+    if text.strip():
+        return Text(text)
+    return Text(f"nothing but {len(text)} blanks: {text[:20]!r}...", style="dim")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 1 where the model could not be trained."""
     options = parse(arguments)
@@ -118,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     **strategy,
                 )
                 rates.append(rate)
-                console.print(Panel(Text(text), title=f"{name}: {question}", title_align="left"))
+                console.print(Panel(readable(text), title=f"{name}: {question}", title_align="left"))
         for question in questions:
             torch.manual_seed(options.seed)
             stock.append(answer(model, tokenizer, question, options, **strategy)[1])
