@@ -518,5 +518,10 @@ layer.forward(torch.randn(5, 32), torch.zeros(5, 1, dtype=torch.int64), torch.on
     assert result.returncode == 0, result.stderr
     names = {row["name"] for row in json.loads((tmp_path / "whole.json").read_text())["phases"]}
     assert "gate_up_gemm" in names
-    result = run_python(program, MOESAIC_PROFILE="whole.bin")
-    assert result.returncode != 0 and "expected a name that ends in .json" in result.stderr
+    for wrong, message in (
+        ("whole.bin", "expected a name that ends in .json"),
+        ("none/a.json", "a folder that exists"),
+    ):
+        result = run_python(program, MOESAIC_PROFILE=wrong)
+        assert result.returncode != 0 and "ImportError: MOESAIC_PROFILE: path is " in result.stderr
+        assert message in result.stderr

@@ -181,6 +181,9 @@ def test_bad_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = capsys.readouterr().err
     assert "nothing of the engine ran" in error and error.count("\n") == 1
     assert main(["profile", "--"]) == 2
+    nowhere = tmp_path / "none" / "run.json"
+    assert main(["profile", "-o", str(nowhere), "--", "touch", str(tmp_path / "ran")]) == 1
+    assert "there is no such folder" in capsys.readouterr().err and not (tmp_path / "ran").exists()
     with moesaic.profile() as profile:
         pass
     profile.save(tmp_path / "empty.json")

@@ -45,4 +45,7 @@ __all__ = [
 ]
 
 if _os.environ.get("MOESAIC_PROFILE"):
-    profile_process(_os.environ["MOESAIC_PROFILE"])
+    try:
+        profile_process(_os.environ["MOESAIC_PROFILE"])
+    except ValueError as error:
+        raise ImportError(f"MOESAIC_PROFILE: {error}") from None

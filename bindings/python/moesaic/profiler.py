@@ -309,8 +309,14 @@ def _checked(path: str | os.PathLike[str]) -> Path:
 
 
 def profile_process(path: str) -> None:
-    """Profiles from now until the process ends, and writes `path` then; a forked child writes nothing."""
+    """Profiles from now until the process ends, and writes `path` then; a forked child writes nothing.
+
+    Raises:
+        ValueError: a suffix that `Profile.save` does not know, or a folder that is not there.
+    """
     target = _checked(path).absolute()
+    if not target.parent.is_dir():  # now, and not when the process has done its work
+        raise ValueError(f"path is {path!r}; expected a file in a folder that exists")
     pid = os.getpid()
     whole = Profile(trace=True, system=True).__enter__()
 

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     what: list[str] = args.what
     if args.output is not None and Path(args.output).suffix not in _SUFFIXES:
         raise UsageError(f"-o {args.output}: expected a name that ends in .json, .html or .perfetto-trace")
+    if args.output is not None and not Path(args.output).absolute().parent.is_dir():  # before a program runs for hours
+        raise CommandError(f"-o {args.output}: there is no such folder")
     if what[:1] == ["--"]:
         if len(what) == 1:
             raise UsageError("profile: no command after --")
@@ -174,7 +176,8 @@ def _run_program(args: argparse.Namespace, command: list[str]) -> int:
         elif ranges.with_suffix(".csv").exists():
             document = _from_ranges(ranges.with_suffix(".csv"), wall_ms)
         else:
-            raise CommandError(f"{command[0]} ended with {code}, and nothing of the engine ran in it")
+            killed = ", or it was killed before it could write" if code >= 128 else ""
+            raise CommandError(f"{command[0]} ended with {code}, and nothing of the engine ran in it{killed}")
         if not document["phases"]:
             raise CommandError(f"{command[0]} ended with {code}, and nothing of the engine ran in it")
         if args.output:
