@@ -45,7 +45,8 @@ void WriteReports() {
       for (const auto& thread : collected.threads) {
         if (!thread.ranges.empty()) return false;
       }
-      return collected.losses.unbalanced_pops == 0 && collected.losses.unfinished == 0;
+      const Losses& losses = collected.losses;
+      return losses.over_capacity + losses.too_deep + losses.unbalanced_pops + losses.unfinished == 0;
     }();
     if (empty) return;
     const std::string name = OutputName();

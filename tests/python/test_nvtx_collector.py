@@ -97,6 +97,10 @@ def test_memory_is_bounded_and_losses_are_told(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert len(check_summary(tmp_path)) == 8192
     assert "31808 ranges were lost" in (tmp_path / "run.txt").read_text()
+    result = run([str(_PROGRAM), "many", "1", "500"], tmp_path, MOESAIC_NVTX_CAPACITY="4095")  # not one block
+    assert result.returncode == 0, result.stderr
+    assert not check_summary(tmp_path)
+    assert "500 ranges were lost" in (tmp_path / "run.txt").read_text()
 
 
 @needs_program

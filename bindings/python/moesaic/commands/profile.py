@@ -294,6 +294,8 @@ def print_document(document: doc.Document, layers: bool = False) -> None:
     ceiling = document["ceiling"]
     limits = f"; ceilings {ceiling['compute_gflops']:.0f} GFLOP/s, {ceiling['read_gbps']:.1f} GB/s" if ceiling else ""
     host = f"{document['cpu']} {document['isa']}, {document['threads']} threads"
+    if not document["cpu"]:  # a program that uses the engine without Python
+        host = "ranges that the program gave to NVTX"
     tables.heading(f"{host}, wall clock {document['wall_ms']:.1f} ms{limits}")
     depths = _depths(document["phases"])
     tables.table(
