@@ -164,12 +164,13 @@ const KernelTier& RunnableTier(const std::string& name) {
 /// A pool of `threads` own threads, on which the machine is measured.
 class MachineProbe {
  public:
-  explicit MachineProbe(int threads) : pool_(threads, threadpool::ThreadSource::kOwn) {}
-  double Compute(const std::string& isa, double seconds) { return bench::MeasureCompute(isa, &pool_, seconds); }
+  MachineProbe(int threads, std::int64_t far_bytes)
+      : pool_(threads, threadpool::ThreadSource::kOwn), memory_(&pool_, far_bytes), stream_(memory_, &pool_) {}
+  double Compute(const std::string& isa, double seconds) { return bench::MeasureBestCompute(isa, &pool_, seconds); }
   double Read(std::int64_t bytes, double seconds) { return bench::MeasureBlockRead(&pool_, bytes, seconds); }
-  double Memory(std::int64_t bytes, double seconds) { return bench::ReadProbe(&pool_, bytes).Measure(seconds); }
-  double Stream(const std::string& isa, bool direct, std::int64_t rows, std::int64_t bytes, double undisturbed_ns) {
-    return bench::MeasureStream(RunnableTier(isa), direct, rows, &pool_, bytes, undisturbed_ns);
+  double Memory(double seconds) { return memory_.MeasureBest(seconds); }
+  double Stream(const std::string& isa, bool direct, std::int64_t rows, double seconds) {
+    return stream_.Measure(RunnableTier(isa), direct, rows, seconds);
   }
   std::pair<double, double> Dispatch() {
     const bench::PoolFigures figures = bench::MeasurePool(pool_);
@@ -178,14 +179,12 @@ class MachineProbe {
 
  private:
   threadpool::Pool pool_;
+  bench::ReadProbe memory_;
+  bench::StreamProbe stream_;
 };
 
-py::dict KernelFiguresOf(const std::string& isa) {
-  KernelFigures figures;
-  {
-    const Unlocked unlocked;
-    figures = bench::MeasureKernels(RunnableTier(isa));
-  }
+py::dict KernelFiguresOf(const bench::KernelProbe& probe) {
+  const KernelFigures figures = probe.Figures();
   py::dict row;
   row["left_panels"] = figures.left_panels;
   row["right_panels"] = figures.right_panels;
@@ -206,15 +205,21 @@ py::dict KernelFiguresOf(const std::string& isa) {
 void RegisterMachineProbe(py::module_& module) {
   using WithoutLock = py::call_guard<Unlocked>;
   py::class_<MachineProbe>(module, "MachineProbe", "Probes on a pool of so many own threads; profiling/bench/machine_probe.h.")
-      .def(py::init<int>(), py::arg("threads"))
+      .def(py::init<int, std::int64_t>(), py::arg("threads"), py::arg("far_bytes"), WithoutLock())
       .def("compute", &MachineProbe::Compute, py::arg("isa"), py::arg("seconds"), WithoutLock())
       .def("read", &MachineProbe::Read, py::arg("bytes"), py::arg("seconds"), WithoutLock())
-      .def("memory", &MachineProbe::Memory, py::arg("bytes"), py::arg("seconds"), WithoutLock())
-      .def("stream", &MachineProbe::Stream, py::arg("isa"), py::arg("direct"), py::arg("rows"), py::arg("bytes"),
-           py::arg("undisturbed_ns"), WithoutLock())
+      .def("memory", &MachineProbe::Memory, py::arg("seconds"), WithoutLock())
+      .def("stream", &MachineProbe::Stream, py::arg("isa"), py::arg("direct"), py::arg("rows"), py::arg("seconds"),
+           WithoutLock())
       .def("dispatch", &MachineProbe::Dispatch, WithoutLock());
-  module.def("measure_latency", &bench::MeasureLatency, py::arg("bytes"), py::arg("seconds"), WithoutLock());
-  module.def("measure_kernels", &KernelFiguresOf, py::arg("isa"));
+  py::class_<bench::LatencyProbe>(module, "LatencyProbe", "Loads that depend on each other; profiling/bench/machine_probe.h.")
+      .def(py::init<std::int64_t>(), py::arg("bytes"), WithoutLock())
+      .def("measure", &bench::LatencyProbe::Measure, py::arg("seconds"), WithoutLock());
+  py::class_<bench::KernelProbe>(module, "KernelProbe", "A tier's kernels in L1; profiling/bench/machine_probe.h.")
+      .def(py::init([](const std::string& isa) { return std::make_unique<bench::KernelProbe>(RunnableTier(isa)); }),
+           py::arg("isa"))
+      .def("turn", &bench::KernelProbe::Turn, WithoutLock())
+      .def("figures", &KernelFiguresOf);
   module.def(
       "measure_cell", [](const std::string& isa) { return bench::MeasureCell(RunnableTier(isa)); }, py::arg("isa"),
       WithoutLock());

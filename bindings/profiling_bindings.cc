@@ -223,6 +223,7 @@ void BindProfiling(py::module_& module) {
   module.def("trace_enabled", &profiling::TraceEnabled);
   module.def("read_trace", [] { return ToList(profiling::ReadTrace()); });
   module.def("clock_ns", &profiling::Now);
+  module.def("count_thread_time", &profiling::CountThreadTime, py::arg("on"));
 }
 
 }  // namespace moesaic::bindings

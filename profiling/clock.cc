@@ -2,6 +2,7 @@
 
 #include <cpuid.h>
 #include <pthread.h>
+#include <time.h>
 
 #include <algorithm>
 #include <chrono>
@@ -33,6 +34,12 @@ std::int64_t CounterLine::Renew(Reading now) {
   Lay({now.ticks, ns}, static_cast<std::uint64_t>(std::ldexp(std::max(slope, rate / 2), 32)));
   most_ = ns + static_cast<std::int64_t>(kTicks * slope_.load(std::memory_order_relaxed) >> 32);
   return ns;
+}
+
+void CounterLine::Drop() {
+  Lay({}, 0);
+  last_ = {};
+  ns_per_tick_ = 0;
 }
 
 void CounterLine::Lay(Reading from, std::uint64_t slope) {
@@ -103,16 +110,30 @@ CounterLine::Reading ReadBoth() {
 }
 
 constinit std::mutex mutex;
+constinit std::atomic<bool> thread_time{false};
 // Handlers that are registered first take their locks last, as everybody else does who reads the clock with a lock of his own.
 [[maybe_unused]] const int kRegistered = pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 
 }  // namespace
 
 std::int64_t NowOfSystem() {
+  if (thread_time.load(std::memory_order_relaxed)) {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return std::int64_t{1'000'000'000} * now.tv_sec + now.tv_nsec;
+  }
   if (!Trusted()) return SystemNs();
   const std::lock_guard lock(mutex);
+  if (thread_time) return SystemNs();  // since it was asked above
   return counter_line.Renew(ReadBoth());
 }
 
 }  // namespace internal
+
+void CountThreadTime(bool on) {
+  const std::lock_guard lock(internal::mutex);
+  internal::thread_time = on;
+  internal::counter_line.Drop();
+}
+
 }  // namespace moesaic::profiling

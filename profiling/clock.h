@@ -39,6 +39,9 @@ class CounterLine {
   /// Takes a new line from what both clocks say now, where the present one has ended; the time then. One thread at a time.
   std::int64_t Renew(Reading now);
 
+  /// No line is valid until the next one is laid. One thread at a time, as Renew().
+  void Drop();
+
  private:
   void Lay(Reading from, std::uint64_t slope);
 
@@ -61,7 +64,11 @@ extern CounterLine counter_line;
 std::int64_t NowOfSystem();
 }  // namespace internal
 
-/// Nanoseconds of CLOCK_MONOTONIC. Any thread; what one thread reads after another one is not less.
+/// Whether Now() is the CPU time of the calling thread instead, until this is called again: for measuring what one thread does
+/// on hosts that others use. Readings of different threads, and from before and after, have nothing to do with each other.
+void CountThreadTime(bool on);
+
+/// Nanoseconds of CLOCK_MONOTONIC, or what CountThreadTime() says. Any thread; what one thread reads after another one is not less.
 inline std::int64_t Now() {
   __builtin_ia32_lfence();  // what came before is done
   const std::int64_t ns = internal::counter_line.At(__builtin_ia32_rdtsc());

@@ -58,6 +58,16 @@ const ComputeKernel& FindKernel(std::string_view isa) {
                               (known ? "which this host does not have" : "expected one of ComputeProbes()"));
 }
 
+/// Its flops.
+double ComputeTurn(const ComputeKernel& kernel) {
+  float sink = 0.0f;
+  kernel.loop(kernel.steps_per_turn, &sink);
+  std::uint32_t bits;
+  std::memcpy(&bits, &sink, sizeof(bits));
+  Keep(bits);
+  return kernel.step_flops * static_cast<double>(kernel.steps_per_turn);
+}
+
 void CheckSeconds(double seconds) {
   if (!(seconds > 0.0 && seconds <= 60.0)) {
     throw std::invalid_argument("seconds is " + std::to_string(seconds) + ", expected a time in (0, 60]");
@@ -91,16 +101,12 @@ std::vector<ComputeProbe> ComputeProbes() {
 
 double MeasureCompute(std::string_view isa, threadpool::Pool* pool, double seconds) {
   CheckSeconds(seconds);
-  const ComputeKernel& kernel = FindKernel(isa);
-  const double flops = MeasureRate(pool, seconds, [&](int) {
-    float sink = 0.0f;
-    kernel.loop(kernel.steps_per_turn, &sink);
-    std::uint32_t bits;
-    std::memcpy(&bits, &sink, sizeof(bits));
-    Keep(bits);
-    return kernel.step_flops * static_cast<double>(kernel.steps_per_turn);
-  });
-  return flops * 1e-9;
+  return 1e-9 * MeasureRate(pool, seconds, [&kernel = FindKernel(isa)](int) { return ComputeTurn(kernel); });
+}
+
+double MeasureBestCompute(std::string_view isa, threadpool::Pool* pool, double seconds) {
+  CheckSeconds(seconds);
+  return 1e-9 * MeasureBestRate(pool, seconds, 5e-4, [&kernel = FindKernel(isa)](int) { return ComputeTurn(kernel); });
 }
 
 class ReadProbe::Impl {
@@ -119,7 +125,7 @@ class ReadProbe::Impl {
     madvise(memory, static_cast<std::size_t>(bytes_), MADV_HUGEPAGE);  // refused on some kernels; the reads work all the same
     try {
       // Written, since pages only read would all be the kernel's one page of zeros.
-      OnAllWorkers(pool_, [&](int worker) { std::memset(Share(worker), 1, static_cast<std::size_t>(share_bytes_)); });
+      OnAllWorkers(pool_, [&](int worker) { std::memset(Share(worker).data(), 1, Share(worker).size()); });
       ChooseLoop();
     } catch (...) {
       munmap(memory_, static_cast<std::size_t>(bytes_));
@@ -129,21 +135,35 @@ class ReadProbe::Impl {
   ~Impl() { munmap(memory_, static_cast<std::size_t>(bytes_)); }
 
   double Measure(double seconds) {
+    Check(seconds);
+    return 1e-9 * MeasureRate(pool_, seconds, [&](int worker) { return Turn(*loop_, worker); });
+  }
+
+  double MeasureBest(double seconds) {
+    Check(seconds);
+    return 1e-9 * MeasureBestRate(pool_, seconds, kWindow, [&](int worker) { return Turn(*loop_, worker); });
+  }
+
+  std::span<std::byte> Share(int worker) const {
+    return {memory_ + worker * share_bytes_, static_cast<std::size_t>(share_bytes_)};
+  }
+  std::int64_t bytes() const { return bytes_; }
+  const std::string& method() const { return method_; }
+
+ private:
+  static constexpr double kWindow = 5e-4;
+
+  struct alignas(64) ShareState {
+    std::int64_t turn = 0;  // the next one
+  };
+
+  void Check(double seconds) const {
     CheckSeconds(seconds);
     if (pool_ != nullptr && pool_->num_threads() != static_cast<int>(shares_.size())) {
       throw std::invalid_argument("the pool has " + std::to_string(pool_->num_threads()) + " threads, expected the " +
                                   std::to_string(shares_.size()) + " that it had when the probe was made");
     }
-    return Rate(*loop_, seconds);
   }
-
-  std::int64_t bytes() const { return bytes_; }
-  const std::string& method() const { return method_; }
-
- private:
-  struct alignas(64) ShareState {
-    std::int64_t turn = 0;  // the next one
-  };
 
   // Tries every loop twice and keeps the fastest.
   void ChooseLoop() {
@@ -151,7 +171,7 @@ class ReadProbe::Impl {
     double best = 0.0;
     for (int i = 0; i < 2 * kReadLoops; ++i) {
       const ReadLoop& loop = loops[i % kReadLoops];
-      const double rate = Rate(loop, 0.02);
+      const double rate = MeasureBestRate(pool_, 0.02, kWindow, [&](int worker) { return Turn(loop, worker); });
       if (rate > best) {
         best = rate;
         loop_ = &loop;
@@ -160,16 +180,12 @@ class ReadProbe::Impl {
     method_ = loop_->name;
   }
 
-  double Rate(const ReadLoop& loop, double seconds) {
-    return 1e-9 * MeasureRate(pool_, seconds, [&](int worker) {
-             std::int64_t& turn = shares_[static_cast<std::size_t>(worker)].turn;
-             Keep(loop.read(Share(worker), share_bytes_, turn));
-             turn = turn + 1 < share_bytes_ / kReadTurnBytes ? turn + 1 : 0;
-             return static_cast<double>(kReadTurnBytes);
-           });
+  double Turn(const ReadLoop& loop, int worker) {
+    std::int64_t& turn = shares_[static_cast<std::size_t>(worker)].turn;
+    Keep(loop.read(Share(worker).data(), share_bytes_, turn));
+    turn = turn + 1 < share_bytes_ / kReadTurnBytes ? turn + 1 : 0;
+    return static_cast<double>(kReadTurnBytes);
   }
-
-  std::byte* Share(int worker) const { return memory_ + worker * share_bytes_; }
 
   threadpool::Pool* const pool_;
   std::vector<ShareState> shares_;
@@ -183,6 +199,8 @@ class ReadProbe::Impl {
 ReadProbe::ReadProbe(threadpool::Pool* pool, std::int64_t bytes) : impl_(std::make_unique<Impl>(pool, bytes)) {}
 ReadProbe::~ReadProbe() = default;
 double ReadProbe::Measure(double seconds) { return impl_->Measure(seconds); }
+double ReadProbe::MeasureBest(double seconds) { return impl_->MeasureBest(seconds); }
+std::span<std::byte> ReadProbe::Share(int worker) const { return impl_->Share(worker); }
 std::int64_t ReadProbe::bytes() const { return impl_->bytes(); }
 const std::string& ReadProbe::method() const { return impl_->method(); }
 

@@ -4,8 +4,10 @@
 // together and run for a fixed time; a rate is the sum over the threads of work / own time.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -32,6 +34,9 @@ std::vector<ComputeProbe> ComputeProbes();
 /// pool cannot run all its workers at once.
 double MeasureCompute(std::string_view isa, threadpool::Pool* pool, double seconds);
 
+/// The same in the best window of half a millisecond.
+double MeasureBestCompute(std::string_view isa, threadpool::Pool* pool, double seconds);
+
 /// Streaming reads of a buffer too large for any cache, with the widest loads that the host has. How many streams a thread
 /// reads side by side, and with which prefetch, is tried out when the probe is made.
 /// Memory is touched first by the worker that reads it, so it lies on that worker's NUMA node, and huge pages are asked for.
@@ -51,7 +56,11 @@ class ReadProbe {
   /// GB/s (1e9 bytes). Starts where the previous call ended, so that short calls do not find their data in a cache.
   /// Throws like MeasureCompute, and std::invalid_argument where the pool's number of threads has changed.
   double Measure(double seconds);
+  /// The same in the best window of half a millisecond.
+  double MeasureBest(double seconds);
 
+  /// What a worker reads: bytes of 1.
+  std::span<std::byte> Share(int worker) const;
   std::int64_t bytes() const;
   /// How it reads: "32-byte loads, 8 streams, prefetched to L2".
   const std::string& method() const;

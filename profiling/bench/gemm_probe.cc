@@ -1,9 +1,10 @@
 #include "profiling/bench/gemm_probe.h"
 
 #include <algorithm>
-#include <chrono>
 #include <stdexcept>
 #include <string>
+
+#include "profiling/bench/rate.h"
 
 namespace moesaic::bench {
 namespace {
@@ -130,9 +131,9 @@ void GemmProbe::Call() {
 std::vector<double> GemmProbe::Measure(int count) {
   std::vector<double> times(static_cast<std::size_t>(std::max(count, 0)));
   for (double& time : times) {
-    const auto start = std::chrono::steady_clock::now();
+    const std::int64_t start = profiling::Now();
     Call();
-    time = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
+    time = 1e6 * SecondsSince(start);
   }
   return times;
 }

@@ -1,7 +1,6 @@
 #include "profiling/bench/grouped_gemm.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <stdexcept>
 
@@ -313,7 +312,7 @@ std::vector<std::vector<double>> GroupedGemm::Measure(std::span<const GemmConfig
   std::vector<std::vector<double>> times(configurations.size());
   for (int i = 0; i < count; ++i) {
     for (std::size_t c = 0; c < configurations.size(); ++c) {
-      const auto start = std::chrono::steady_clock::now();
+      const std::int64_t start = profiling::Now();
       Run(configurations[c]);
       times[c].push_back(SecondsSince(start) * 1e3);
     }

@@ -1,24 +1,17 @@
 #include "profiling/bench/machine_probe.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <numeric>
+#include <limits>
 #include <random>
-#include <span>
 #include <utility>
-#include <vector>
 
-#include "cpu_kernels/aligned_buffer.h"
+#include "cpu_kernels/tile_evaluator.h"
 #include "profiling/bench/probes.h"
 #include "profiling/bench/rate.h"
 
 namespace moesaic::bench {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 ReadBlock WidestReadBlock() {
   if (__builtin_cpu_supports("avx512f") != 0) return ReadBlockAvx512;
@@ -26,64 +19,59 @@ ReadBlock WidestReadBlock() {
   return ReadBlockSse2;
 }
 
-/// Nanoseconds of a call of each body: of many groups of calls, each long enough for the clock, the first fiftieth of the order
-/// by time, which is neither luck nor what others do to the core. The bodies take turns, so that all of them see the same
-/// moments, and what is a difference of two stays one.
-std::vector<double> UndisturbedNs(std::span<const std::function<void()>> bodies, int groups) {
-  constexpr double kGroupSeconds = 1e-4;
-  std::vector<std::int64_t> calls(bodies.size(), 1);
-  std::vector<std::vector<double>> times(bodies.size());
-  for (int group = 0; group < groups; ++group) {
-    for (std::size_t i = 0; i < bodies.size(); ++i) {
-      for (;;) {
-        const Clock::time_point start = Clock::now();
-        for (std::int64_t call = 0; call < calls[i]; ++call) bodies[i]();
-        const double seconds = SecondsSince(start);
-        if (seconds < kGroupSeconds / 2 && group == 0) {
-          calls[i] *= 2;
-          continue;
-        }
-        times[i].push_back(seconds * 1e9 / static_cast<double>(calls[i]));
-        break;
-      }
-    }
-  }
-  std::vector<double> found;
-  for (std::vector<double>& of_body : times) {
-    const auto early = of_body.begin() + groups / 50;
-    std::nth_element(of_body.begin(), early, of_body.end());
-    found.push_back(*early);
-  }
-  return found;
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+/// Nanoseconds of a call of a body where that is less than `least`: of as many calls as the clock can tell, going by `least`.
+double LeastNs(const std::function<void()>& body, double least) {
+  constexpr double kNs = 5e4;
+  const auto calls = static_cast<std::int64_t>(std::max(1.0, kNs / least));
+  const std::int64_t start = profiling::Now();
+  for (std::int64_t call = 0; call < calls; ++call) body();
+  return std::min(least, 1e9 * SecondsSince(start) / static_cast<double>(calls));
 }
 
 /// Steps of a cell whose operands, and what it makes of them, fit an L1 cache of 48 KB.
 constexpr std::int64_t kCellSteps = 6;
+/// Two lengths tell steps from what a call costs besides.
+constexpr std::int64_t kLong = kCellSteps, kShort = 2;
+/// Cells of a call that tell what each one costs; tile columns, of the unpack form; tiles of the forms for few rows.
+constexpr std::int64_t kCells = 17, kColumns = 4, kFewTiles = 32;
+
+/// Zeros at some place of a page, another one each time: loads wait for stores whose addresses end in the same twelve bits, so
+/// that a cell takes up to three times as long in places that are unlucky together.
+void* Zeros(AlignedBuffer& buffer, std::int64_t bytes) {
+  constexpr std::int64_t kPage = 4096, kLine = 64;
+  thread_local std::minstd_rand random;
+  buffer = AlignedBuffer(bytes + kPage);
+  std::memset(buffer.data(), 0, static_cast<std::size_t>(buffer.bytes()));
+  return static_cast<std::byte*>(buffer.data()) + random() % (kPage / kLine) * kLine;
+}
 
 BFloat16* Tiles(AlignedBuffer& buffer, const TileMatrix& matrix) {
-  buffer = AlignedBuffer(matrix.size() * static_cast<std::int64_t>(sizeof(BFloat16)));
-  std::memset(buffer.data(), 0, static_cast<std::size_t>(buffer.bytes()));
-  return static_cast<BFloat16*>(buffer.data());
+  return static_cast<BFloat16*>(Zeros(buffer, matrix.size() * static_cast<std::int64_t>(sizeof(BFloat16))));
 }
 
 /// Operands of one call: zeros, since time does not depend on the values.
 class Call {
  public:
   /// @param weight_rows, weight_columns  as stored
-  Call(const KernelTier& tier, std::int64_t rows, std::int64_t weight_rows, std::int64_t weight_columns, bool direct)
+  /// @param own_weights                  else set_weights() comes first
+  Call(const KernelTier& tier, std::int64_t rows, std::int64_t weight_rows, std::int64_t weight_columns, bool direct,
+       bool own_weights = true)
       : tier_(tier), direct_(direct), rows_(rows) {
     segment_.weights = TileMatrix::Weights(nullptr, weight_rows, weight_columns);
-    segment_.weights.data = Tiles(weight_buffer_, segment_.weights);
+    if (own_weights) segment_.weights.data = Tiles(weight_buffer_, segment_.weights);
     segment_.activations = TileMatrix::Activations(nullptr, rows, direct ? weight_columns : weight_rows);
     segment_.activations.data = Tiles(activation_buffer_, segment_.activations);
     const std::int64_t c_rows = RoundUp(direct ? weight_rows : rows, kPanelRows);
     ldc_ = RoundUp(direct ? rows : weight_columns, kTileColumns);
-    c_ = AlignedBuffer(c_rows * ldc_ * static_cast<std::int64_t>(sizeof(float)));
+    c_ = static_cast<float*>(Zeros(c_buffer_, c_rows * ldc_ * static_cast<std::int64_t>(sizeof(float))));
     const std::int64_t scratch = direct ? 0 : UnpackScratchElements({&segment_, 1});
-    scratch_ = AlignedBuffer(std::max<std::int64_t>(scratch, 1) * static_cast<std::int64_t>(sizeof(BFloat16)));
+    scratch_ = static_cast<BFloat16*>(Zeros(scratch_buffer_, scratch * static_cast<std::int64_t>(sizeof(BFloat16))));
   }
 
-  std::int64_t weight_bytes() const { return weight_buffer_.bytes(); }
+  std::int64_t weight_bytes() const { return segment_.weights.size() * static_cast<std::int64_t>(sizeof(BFloat16)); }
+  void set_weights(BFloat16* weights) { segment_.weights.data = weights; }
 
   /// Only so many of the rows, by the form for few (kernels.h).
   void set_few_rows(std::int64_t rows) { few_rows_ = rows; }
@@ -99,7 +87,7 @@ class Call {
       args.panels = count;
       args.activation_panels = CeilDiv(rows_, kPanelRows);
       args.few_rows = few_rows_;
-      args.c = static_cast<float*>(c_.data());
+      args.c = c_;
       args.ldc = ldc_;
       args.prefetch = prefetch;
       tier_.direct_gemm(args);
@@ -110,9 +98,9 @@ class Call {
       args.few_rows = few_rows_;
       args.first_column = first;
       args.columns = count;
-      args.c = static_cast<float*>(c_.data());
+      args.c = c_;
       args.ldc = ldc_;
-      args.scratch = static_cast<BFloat16*>(scratch_.data());
+      args.scratch = scratch_;
       tier_.unpack_gemm(args);
     }
   }
@@ -139,8 +127,10 @@ class Call {
   const std::int64_t rows_;
   std::int64_t few_rows_ = 0;
   GemmSegment segment_;
-  AlignedBuffer weight_buffer_, activation_buffer_, c_, scratch_;
+  AlignedBuffer weight_buffer_, activation_buffer_, c_buffer_, scratch_buffer_;
+  float* c_ = nullptr;
   std::int64_t ldc_ = 0;
+  BFloat16* scratch_ = nullptr;
 };
 
 }  // namespace
@@ -155,40 +145,40 @@ double MeasureBlockRead(threadpool::Pool* pool, std::int64_t bytes, double secon
     block = AlignedBuffer(bytes);
     std::memset(block.data(), 1, static_cast<std::size_t>(bytes));
   });
-  return 1e-9 * MeasureRate(pool, seconds, [&](int worker) {
+  return 1e-9 * MeasureBestRate(pool, seconds, 5e-4, [&](int worker) {
            Keep(read(static_cast<const std::byte*>(blocks[static_cast<std::size_t>(worker)].data()), bytes, times));
            return static_cast<double>(bytes * times);
          });
 }
 
-double MeasureLatency(std::int64_t bytes, double seconds) {
-  constexpr std::int64_t kLine = 64;
-  const auto lines = static_cast<std::size_t>(std::max<std::int64_t>(bytes / kLine, 2));
-  AlignedBuffer buffer(static_cast<std::int64_t>(lines) * kLine);
-  auto* const base = static_cast<std::byte*>(buffer.data());
-  std::vector<std::uint32_t> order(lines);
-  std::iota(order.begin(), order.end(), 0u);
+LatencyProbe::LatencyProbe(std::int64_t bytes) {
+  constexpr std::size_t kLine = 64, kMost = std::size_t{1} << 20;  // more take seconds to lay out
+  const std::size_t all = static_cast<std::size_t>(std::max<std::int64_t>(bytes, 2 * kLine)) / kLine;
+  const std::size_t lines = std::min(all, kMost), apart = all / lines;
+  buffer_ = AlignedBuffer(static_cast<std::int64_t>(all * kLine));
   std::mt19937 random(1);  // any order that no prefetcher follows
-  for (std::size_t i = lines - 1; i > 0; --i) std::swap(order[i], order[random() % (i + 1)]);
+  std::vector<std::byte*> order(lines);
   for (std::size_t i = 0; i < lines; ++i) {
-    *reinterpret_cast<std::byte**>(base + order[i] * kLine) = base + order[(i + 1) % lines] * kLine;
+    order[i] = static_cast<std::byte*>(buffer_.data()) + (i * apart + random() % apart) * kLine;
   }
-  constexpr int kLoads = 4096;
-  const std::byte* at = base + order[0] * kLine;
-  const auto walk = [&] {
-    for (int i = 0; i < kLoads; ++i) at = *reinterpret_cast<const std::byte* const*>(at);
-    Keep(static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(at)));
-  };
-  for (std::size_t i = 0; i < lines; i += kLoads) walk();  // once around
-  double loads = 0;
-  const Clock::time_point start = Clock::now();
-  double elapsed = 0;
-  do {
-    walk();
-    loads += kLoads;
-    elapsed = SecondsSince(start);
-  } while (elapsed < seconds);
-  return elapsed * 1e9 / loads;
+  std::shuffle(order.begin(), order.end(), random);
+  for (std::size_t i = 0; i < lines; ++i) {
+    *reinterpret_cast<std::byte**>(order[i]) = order[(i + 1) % lines];
+    __builtin_ia32_clflush(order[i]);
+  }
+  at_ = order[0];
+}
+
+double LatencyProbe::Measure(double seconds) {
+  constexpr int kLoads = 512;
+  double least = kNever;
+  for (const std::int64_t begin = profiling::Now(); SecondsSince(begin) < seconds || least == kNever;) {
+    const std::int64_t start = profiling::Now();
+    for (int i = 0; i < kLoads; ++i) at_ = *reinterpret_cast<const std::byte* const*>(at_);
+    Keep(static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(at_)));
+    least = std::min(least, 1e9 * SecondsSince(start) / kLoads);
+  }
+  return least;
 }
 
 PoolFigures MeasurePool(threadpool::Pool& pool) {
@@ -198,7 +188,7 @@ PoolFigures MeasurePool(threadpool::Pool& pool) {
   const auto least_us = [](auto&& job) {
     double least = 0;
     for (int i = 0; i < kTimes; ++i) {
-      const Clock::time_point start = Clock::now();
+      const std::int64_t start = profiling::Now();
       job();
       const double us = SecondsSince(start) * 1e6;
       least = i == 0 ? us : std::min(least, us);
@@ -213,20 +203,13 @@ PoolFigures MeasurePool(threadpool::Pool& pool) {
   return figures;
 }
 
-KernelFigures MeasureKernels(const KernelTier& tier) {
-  KernelFigures figures;
-  figures.left_panels = tier.left_panels;
-  figures.right_panels = tier.right_panels;
-  figures.unpack_overlaps = tier.unpack_overlaps;
-  // Two lengths tell steps from what a call costs besides.
-  constexpr std::int64_t kLong = kCellSteps, kShort = 2;
-  std::vector<std::function<void()>> bodies;
-  const auto time = [&](std::function<void()> body) {
-    bodies.push_back(std::move(body));
-    return bodies.size() - 1;
-  };
+KernelProbe::KernelProbe(const KernelTier& tier) : tier_(tier) {}
+
+void KernelProbe::MakeCalls() {
+  const KernelTier& tier = tier_;
+  bodies_.clear();
   const auto call = [&](std::int64_t rows, std::int64_t weight_rows, std::int64_t weight_columns, bool direct) {
-    return time([call = std::make_shared<Call>(tier, rows, weight_rows, weight_columns, direct)] { call->Run(); });
+    return Add([call = std::make_shared<Call>(tier, rows, weight_rows, weight_columns, direct)] { call->Run(); });
   };
   const auto direct = [&](std::int64_t left_panels, std::int64_t right_panels, std::int64_t steps) {
     return call(right_panels * kPanelRows, left_panels * kPanelRows, steps * kTileColumns, true);
@@ -234,52 +217,72 @@ KernelFigures MeasureKernels(const KernelTier& tier) {
   const auto unpack = [&](std::int64_t columns) {
     return call(kPanelRows, kLong * kTileColumns, columns * kTileColumns, false);
   };
-  std::size_t with_long[2][3] = {}, with_short[2][3] = {};
   for (std::int64_t a = 0; a < tier.left_panels; ++a) {
     for (std::int64_t b = 0; b < tier.right_panels; ++b) {
-      with_long[a][b] = direct(a + 1, b + 1, kLong);
-      with_short[a][b] = direct(a + 1, b + 1, kShort);
+      with_long_[a][b] = direct(a + 1, b + 1, kLong);
+      with_short_[a][b] = direct(a + 1, b + 1, kShort);
     }
   }
-  constexpr std::int64_t kCells = 5;
-  const std::size_t some_cells = direct(kCells * tier.left_panels, tier.right_panels, kShort);
-  constexpr std::int64_t kColumns = 4;
-  const std::size_t one_column = unpack(1), more_columns = unpack(1 + kColumns);
+  some_cells_ = direct(kCells * tier.left_panels, tier.right_panels, kShort);
+  one_column_ = unpack(1);
+  more_columns_ = unpack(1 + kColumns);
   // 64 rows of 2,048 numbers become pairs.
   constexpr std::int64_t kRows = 64, kNumbers = 2048;
-  AlignedBuffer source(kRows * kNumbers * 2), target;
-  std::memset(source.data(), 0, static_cast<std::size_t>(source.bytes()));
-  std::vector<const void*> rows;
-  for (std::int64_t r = 0; r < kRows; ++r) rows.push_back(static_cast<const BFloat16*>(source.data()) + r * kNumbers);
-  PackRowsArgs pack;
-  pack.rows = rows.data();
+  struct Packing {
+    AlignedBuffer source{kRows * kNumbers * 2}, target;
+    std::vector<const void*> rows;
+    PackRowsArgs args;
+  };
+  auto packing = std::make_shared<Packing>();
+  std::memset(packing->source.data(), 0, static_cast<std::size_t>(packing->source.bytes()));
+  for (std::int64_t r = 0; r < kRows; ++r) {
+    packing->rows.push_back(static_cast<const BFloat16*>(packing->source.data()) + r * kNumbers);
+  }
+  PackRowsArgs& pack = packing->args;
+  pack.rows = packing->rows.data();
   pack.dtype = DType::kBFloat16;
   pack.count = kRows;
   pack.columns = kNumbers;
   pack.pairs = TileMatrix::Activations(nullptr, kRows, kNumbers);
-  pack.pairs.data = Tiles(target, pack.pairs);
+  pack.pairs.data = Tiles(packing->target, pack.pairs);
   pack.panels = kRows / kPanelRows;
   pack.tile_columns = kNumbers / kTileColumns;
+  packing_ = Add([packing, &tier] { tier.pack_rows(packing->args); });
+  packed_bytes_ = static_cast<double>(packing->source.bytes());
   // The forms for few rows: 64 tiles, more than L1 holds.
-  constexpr std::int64_t kFewTiles = 32;
-  figures.most_few_rows = tier.most_few_rows;
-  std::size_t few[2][kMostFewRows] = {};
   for (std::int64_t r = 0; r < 2 * tier.most_few_rows; ++r) {
     const bool of_direct = r < tier.most_few_rows;
     auto some = std::make_shared<Call>(tier, kPanelRows, of_direct ? 2 * kPanelRows : kFewTiles * kPanelRows,
                                        of_direct ? kFewTiles * kTileColumns : 2 * kTileColumns, of_direct);
     some->set_few_rows(r % tier.most_few_rows + 1);
-    few[of_direct ? 0 : 1][r % tier.most_few_rows] = time([some] { some->Run(); });
+    few_[of_direct ? 0 : 1][r % tier.most_few_rows] = Add([some] { some->Run(); });
   }
-  const std::size_t packing = time([&] { tier.pack_rows(pack); });
+}
 
-  const std::vector<double> ns = UndisturbedNs(bodies, 50);
+std::size_t KernelProbe::Add(std::function<void()> body) {
+  bodies_.push_back(std::move(body));
+  if (bodies_.size() > least_ns_.size()) least_ns_.push_back(kNever);
+  return bodies_.size() - 1;
+}
+
+void KernelProbe::Turn() {
+  MakeCalls();
+  for (std::size_t i = 0; i < bodies_.size(); ++i) least_ns_[i] = LeastNs(bodies_[i], least_ns_[i]);
+}
+
+KernelFigures KernelProbe::Figures() const {
+  KernelFigures figures;
+  figures.left_panels = tier_.left_panels;
+  figures.right_panels = tier_.right_panels;
+  figures.unpack_overlaps = tier_.unpack_overlaps;
+  figures.most_few_rows = tier_.most_few_rows;
+  const std::vector<double>& ns = least_ns_;
   double fixed = 0;
-  for (std::int64_t a = 0; a < tier.left_panels; ++a) {
-    for (std::int64_t b = 0; b < tier.right_panels; ++b) {
-      const double step = std::max(ns[with_long[a][b]] - ns[with_short[a][b]], 0.1) / (kLong - kShort);
+  for (std::int64_t a = 0; a < tier_.left_panels; ++a) {
+    for (std::int64_t b = 0; b < tier_.right_panels; ++b) {
+      const double step = std::max(ns[with_long_[a][b]] - ns[with_short_[a][b]], 0.1) / (kLong - kShort);
       figures.step_ns[static_cast<std::size_t>(a)][static_cast<std::size_t>(b)] = step;
-      fixed = std::max(0.0, ns[with_short[a][b]] - kShort * step);
+      fixed = std::max(0.0, ns[with_short_[a][b]] - kShort * step);
     }
   }
   // A cell is not slower than the narrower ones that it replaces; where it seems so, something else ran meanwhile.
@@ -287,71 +290,72 @@ KernelFigures MeasureKernels(const KernelTier& tier) {
     row[1] = std::min(row[1], 2 * row[0]);
     row[2] = std::min(row[2], row[0] + row[1]);
   }
-  const std::int64_t a = tier.left_panels - 1, b = tier.right_panels - 1;
+  const std::int64_t a = tier_.left_panels - 1, b = tier_.right_panels - 1;
   const double step = figures.step_ns[static_cast<std::size_t>(a)][static_cast<std::size_t>(b)];
-  figures.cell_ns = std::max(0.0, (ns[some_cells] - ns[with_short[a][b]]) / (kCells - 1) - kShort * step);
+  figures.cell_ns = std::max(0.0, (ns[some_cells_] - ns[with_short_[a][b]]) / (kCells - 1) - kShort * step);
   figures.call_ns = std::max(0.0, fixed - figures.cell_ns);
   // A tile column more: its tiles, and a cell.
-  const double column = (ns[more_columns] - ns[one_column]) / kColumns;
+  const double column = (ns[more_columns_] - ns[one_column_]) / kColumns;
   const double products = kLong * figures.step_ns[0][1] + figures.cell_ns;
-  figures.unpack_tile_ns = std::max(0.1, tier.unpack_overlaps ? column : column - products) / (2 * kLong);
+  figures.unpack_tile_ns = std::max(0.1, tier_.unpack_overlaps ? column : column - products) / (2 * kLong);
   for (std::size_t form = 0; form < 2; ++form) {
-    for (std::int64_t r = 0; r < tier.most_few_rows; ++r) {
+    for (std::int64_t r = 0; r < tier_.most_few_rows; ++r) {
       const auto at = static_cast<std::size_t>(r);
       // More rows take no less time; where they seem to, something else ran meanwhile.
       const double before = r > 0 ? figures.few_tile_ns[form][at - 1] : 0.1;
-      figures.few_tile_ns[form][at] = std::max(ns[few[form][at]] / (2 * kFewTiles), before);
+      figures.few_tile_ns[form][at] = std::max(ns[few_[form][at]] / (2 * kFewTiles), before);
     }
   }
-  figures.pack_gbps = static_cast<double>(source.bytes()) / ns[packing];
+  figures.pack_gbps = packed_bytes_ / ns[packing_];
   return figures;
 }
 
 double MeasureCell(const KernelTier& tier) {
-  Call call(tier, tier.right_panels * kPanelRows, tier.left_panels * kPanelRows, kCellSteps * kTileColumns, true);
-  const std::function<void()> body = [&] { call.Run(); };
-  return UndisturbedNs({&body, 1}, 2)[0];
+  double least = kNever;
+  for (int i = 0; i < 6; ++i) {  // the first ones find how many calls the clock can tell
+    Call call(tier, tier.right_panels * kPanelRows, tier.left_panels * kPanelRows, kCellSteps * kTileColumns, true);
+    least = LeastNs([&] { call.Run(); }, least);
+  }
+  return least;
 }
 
-double MeasureStream(const KernelTier& tier, bool direct, std::int64_t rows, threadpool::Pool* pool, std::int64_t bytes,
-                     double undisturbed_ns) {
-  constexpr std::int64_t kWidth = 2048;
-  constexpr int kWanted = 6, kMost = 200;
-  const std::int64_t workers = pool == nullptr ? 1 : pool->num_threads();
-  // Matrices of 2,048 x 2,048 one after the other, as experts are.
-  const std::int64_t matrices = std::max<std::int64_t>(CeilDiv(bytes, workers * 2 * kWidth * kWidth), 1);
-  std::vector<std::vector<std::unique_ptr<Call>>> calls(static_cast<std::size_t>(workers));
-  OnAllWorkers(pool, [&](int worker) {
-    for (std::int64_t i = 0; i < matrices; ++i) {
-      calls[static_cast<std::size_t>(worker)].push_back(std::make_unique<Call>(tier, rows, kWidth, kWidth, direct));
-    }
-  });
-  struct alignas(64) Next {
-    std::size_t at = 0;
-  };
-  std::vector<Next> next(static_cast<std::size_t>(workers));
-  std::vector<double> all, undisturbed;
-  bool before = MeasureCell(tier) <= undisturbed_ns;
-  while (static_cast<int>(undisturbed.size()) < kWanted && static_cast<int>(all.size()) < kMost) {
-    const double rate = 1e-9 * MeasureRate(pool, 0.015, [&](int worker) {
-                          const auto w = static_cast<std::size_t>(worker);
-                          Call& call = *calls[w][next[w].at];
-                          next[w].at = (next[w].at + 1) % calls[w].size();
-                          call.RunStreaming();
-                          return static_cast<double>(call.weight_bytes());
-                        });
-    const bool after = MeasureCell(tier) <= undisturbed_ns;
-    all.push_back(rate);
-    if (before && after) undisturbed.push_back(rate);
-    before = after;
+/// Activations and results enough that they come from beyond L2, as those of a layer do, and weights one after the other.
+struct StreamProbe::Worker {
+  std::vector<Call> calls;
+  std::span<std::byte> weights;
+  std::size_t call = 0, at = 0;
+
+  double Turn() {
+    Call& next = calls[call];
+    const auto bytes = static_cast<std::size_t>(next.weight_bytes());
+    next.set_weights(reinterpret_cast<BFloat16*>(weights.data() + at));
+    next.RunStreaming();
+    call = (call + 1) % calls.size();
+    at = at + 2 * bytes <= weights.size() ? at + bytes : 0;
+    return static_cast<double>(bytes);
   }
-  if (undisturbed.empty()) {
-    std::nth_element(all.begin(), all.end() - 3, all.end());
-    return *(all.end() - 3);
+};
+
+StreamProbe::StreamProbe(const ReadProbe& memory, threadpool::Pool* pool) : memory_(memory), pool_(pool) {}
+StreamProbe::~StreamProbe() = default;
+
+double StreamProbe::Measure(const KernelTier& tier, bool direct, std::int64_t rows, double seconds) {
+  constexpr std::int64_t kContraction = 2048, kColumns = 512;
+  constexpr double kWindow = 2e-3;
+  std::vector<Worker>& workers = workers_[{&tier, direct, rows}];
+  if (workers.empty()) {
+    workers.resize(static_cast<std::size_t>(pool_ == nullptr ? 1 : pool_->num_threads()));
+    const std::int64_t of_call = rows * (2 * kContraction + 4 * kColumns);
+    OnAllWorkers(pool_, [&](int worker) {
+      Worker& own = workers[static_cast<std::size_t>(worker)];
+      own.weights = memory_.Share(worker);
+      for (std::int64_t bytes = 0; bytes < 2 * HostCaches().l2; bytes += of_call) {
+        own.calls.emplace_back(tier, rows, direct ? kColumns : kContraction, direct ? kContraction : kColumns, direct, false);
+      }
+    });
   }
-  const auto middle = undisturbed.begin() + static_cast<std::ptrdiff_t>(undisturbed.size() / 2);
-  std::nth_element(undisturbed.begin(), middle, undisturbed.end());
-  return *middle;
+  return 1e-9 *
+         MeasureBestRate(pool_, seconds, kWindow, [&](int worker) { return workers[static_cast<std::size_t>(worker)].Turn(); });
 }
 
 }  // namespace moesaic::bench

@@ -1,24 +1,43 @@
 // What the GEMM model wants to know of a machine, beyond its ceilings: caches, latencies, the pool, and the kernels in cache.
+//
+// Every figure is the least time, or the best rate, of many short tries: a machine is never faster than itself, and where
+// others use it too only its best moments are its own. Callers spread the tries over some seconds, for others disturb a core
+// (its sibling, the caches, the memory) for that long.
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <tuple>
 #include <vector>
 
+#include "cpu_kernels/aligned_buffer.h"
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tile_evaluator/machine_model.h"
+#include "profiling/bench/ceiling.h"
 #include "threadpool/pool.h"
 
 namespace moesaic::bench {
 
 /// GB/s of reading a block of `bytes` (rounded up to 4 KiB) over and over with the widest loads, one block a worker, all
-/// workers together. A block that a cache holds shows that cache.
+/// workers together, in the best window of half a millisecond. A block that a cache holds shows that cache.
 /// @param pool     null: the calling thread alone
 /// @param seconds  as for MeasureCompute
 double MeasureBlockRead(threadpool::Pool* pool, std::int64_t bytes, double seconds);
 
-/// Nanoseconds of a load whose address is the result of the load before, in a block of `bytes`, one load a cache line in random
-/// order, on the calling thread.
-double MeasureLatency(std::int64_t bytes, double seconds);
+/// A load whose address is the result of the load before, in a block of `bytes`, one load a cache line in random order, on the
+/// calling thread.
+class LatencyProbe {
+ public:
+  explicit LatencyProbe(std::int64_t bytes);
+  /// Nanoseconds of a load: the mean of some hundred that follow each other, and of such means the least.
+  double Measure(double seconds);
+
+ private:
+  AlignedBuffer buffer_;
+  const std::byte* at_;
+};
 
 /// Microseconds, the least of many: a parallel loop in which every worker takes part, and what each further task costs a
 /// thread.
@@ -28,19 +47,50 @@ struct PoolFigures {
 };
 PoolFigures MeasurePool(threadpool::Pool& pool);
 
-/// The kernels of a tier with operands in the L1 cache, on the calling thread: all of KernelFigures but the rates from memory.
-/// The tier must run here.
-KernelFigures MeasureKernels(const KernelTier& tier);
+/// The kernels of a tier with operands in the L1 cache, on the calling thread. The tier must run here.
+class KernelProbe {
+ public:
+  explicit KernelProbe(const KernelTier& tier);
+
+  /// Each call that the figures rest on once more, some 0.05 ms each, with operands in other places.
+  void Turn();
+  /// From the least time of each call: all of KernelFigures but the rates from memory and `overlap`. After a Turn().
+  KernelFigures Figures() const;
+
+ private:
+  void MakeCalls();
+  std::size_t Add(std::function<void()> body);
+
+  const KernelTier& tier_;
+  std::vector<std::function<void()>> bodies_;
+  std::vector<double> least_ns_;
+  std::size_t with_long_[2][3] = {}, with_short_[2][3] = {}, some_cells_ = 0, one_column_ = 0, more_columns_ = 0, packing_ = 0;
+  std::size_t few_[2][kMostFewRows] = {};
+  double packed_bytes_ = 0;
+};
 
 /// Nanoseconds of one call of the widest cell with six steps, on the calling thread, in some 0.2 ms: beside
 /// call_ns + cell_ns + 6 step_ns it tells whether others use the core just now.
 double MeasureCell(const KernelTier& tier);
 
-/// Passes of a form (direct or unpack) with `rows` rows over matrices of 2,048 x 2,048 that come from memory, each worker over
-/// its own: the bytes of weights a second, GB/s, all workers together. The median of some times before and after which
-/// MeasureCell took at most `undisturbed_ns`; where there are none, the third best of all.
-/// @param bytes  of weights, all workers together; more than the caches hold
-double MeasureStream(const KernelTier& tier, bool direct, std::int64_t rows, threadpool::Pool* pool, std::int64_t bytes,
-                     double undisturbed_ns);
+/// The kernels with weights from memory.
+class StreamProbe {
+ public:
+  /// @param memory  whose bytes serve as weights, more than the caches hold; it and the pool must outlive this
+  /// @param pool    null: the calling thread alone
+  StreamProbe(const ReadProbe& memory, threadpool::Pool* pool);
+  ~StreamProbe();
+
+  /// Passes of a form (direct or unpack) with `rows` rows over matrices of 2,048 (the contraction) x 512, each worker over its
+  /// own: the bytes of weights a second, GB/s, all workers together, in the best window of some milliseconds.
+  double Measure(const KernelTier& tier, bool direct, std::int64_t rows, double seconds);
+
+ private:
+  struct Worker;
+
+  const ReadProbe& memory_;
+  threadpool::Pool* const pool_;
+  std::map<std::tuple<const KernelTier*, bool, std::int64_t>, std::vector<Worker>> workers_;
+};
 
 }  // namespace moesaic::bench

@@ -1,19 +1,19 @@
 // Rates of work on all workers of a pool at the same time.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <vector>
 
 #include "profiling/bench/start_barrier.h"
+#include "profiling/clock.h"
 #include "threadpool/pool.h"
 
 namespace moesaic::bench {
 
-inline double SecondsSince(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
+/// Since a reading of profiling::Now().
+inline double SecondsSince(std::int64_t start) { return 1e-9 * static_cast<double>(profiling::Now() - start); }
 
 /// body(worker) once on each worker of the pool, all at the same time; null: on the calling thread, as worker 0.
 template <typename Body>
@@ -39,8 +39,8 @@ double MeasureRate(threadpool::Pool* pool, double seconds, Turn&& turn) {
   };
   std::vector<Slot> slots(static_cast<std::size_t>(pool == nullptr ? 1 : pool->num_threads()));
   OnAllWorkers(pool, [&](int worker) {
-    for (const auto start = std::chrono::steady_clock::now(); SecondsSince(start) < 0.1 * seconds;) turn(worker);
-    const auto start = std::chrono::steady_clock::now();
+    for (const std::int64_t start = profiling::Now(); SecondsSince(start) < 0.1 * seconds;) turn(worker);
+    const std::int64_t start = profiling::Now();
     double work = 0.0;
     double elapsed = 0.0;
     do {
@@ -52,6 +52,63 @@ double MeasureRate(threadpool::Pool* pool, double seconds, Turn&& turn) {
   double rate = 0.0;
   for (const Slot& slot : slots) rate += slot.rate;
   return rate;
+}
+
+/// How far a worker was, as it went.
+struct Progress {
+  std::int64_t ns;  ///< profiling::Now()
+  double work;      ///< until then
+};
+
+/// The work that a worker had done at a time between its first and last entry: evenly between two of them.
+inline double WorkAt(const std::vector<Progress>& worker, std::int64_t ns) {
+  const auto after =
+      std::lower_bound(worker.begin(), worker.end(), ns, [](const Progress& p, std::int64_t t) { return p.ns < t; });
+  if (after == worker.begin()) return after->work;
+  const auto before = after - 1;
+  const double share = static_cast<double>(ns - before->ns) / static_cast<double>(after->ns - before->ns);
+  return before->work + share * (after->work - before->work);
+}
+
+/// The best of all windows of so many seconds, in work a second of all workers together: what they do when nobody disturbs any
+/// of them. (The sum of each worker's own best is more than a memory can do that they share.) 0: no window is so short.
+inline double BestWindow(const std::vector<std::vector<Progress>>& workers, double window) {
+  const auto ns = static_cast<std::int64_t>(1e9 * window);
+  double best = 0;
+  std::int64_t begin = workers[0].front().ns, end = workers[0].back().ns;
+  for (const std::vector<Progress>& worker : workers) {
+    begin = std::max(begin, worker.front().ns);
+    end = std::min(end, worker.back().ns);
+  }
+  for (const Progress& from : workers[0]) {
+    if (from.ns < begin || from.ns + ns > end) continue;
+    double work = 0;
+    for (const std::vector<Progress>& worker : workers) work += WorkAt(worker, from.ns + ns) - WorkAt(worker, from.ns);
+    best = std::max(best, work / window);
+  }
+  return best;
+}
+
+/// As MeasureRate, but BestWindow().
+template <typename Turn>
+double MeasureBestRate(threadpool::Pool* pool, double seconds, double window, Turn&& turn) {
+  std::vector<std::vector<Progress>> workers(static_cast<std::size_t>(pool == nullptr ? 1 : pool->num_threads()));
+  double best = 0;
+  do {  // until all of them were there at the same time
+    OnAllWorkers(pool, [&](int worker) {
+      std::vector<Progress> own;
+      double work = 0;
+      const std::int64_t start = profiling::Now();
+      for (std::int64_t now = start; own.empty() || SecondsSince(start) < seconds; now = profiling::Now()) {
+        own.push_back({now, work});
+        work += turn(worker);
+      }
+      own.push_back({profiling::Now(), work});
+      workers[static_cast<std::size_t>(worker)] = std::move(own);
+    });
+    best = BestWindow(workers, std::min(window, seconds));
+  } while (best == 0);
+  return best;
 }
 
 /// A result that nobody reads, kept so that the compiler cannot drop the loop.

@@ -118,6 +118,22 @@ TEST(Clock, IsThatOfTheSystem) {
   }
 }
 
+TEST(Clock, CountsTheThreadsOwnTimeWhereItIsAskedTo) {
+  const auto own = [] {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return std::int64_t{1'000'000'000} * now.tv_sec + now.tv_nsec;
+  };
+  CountThreadTime(true);
+  for (int i = 0; i < 1000; ++i) {
+    const std::int64_t before = own(), now = Now(), after = own();
+    ASSERT_GE(now, before);
+    ASSERT_LE(now, after);
+  }
+  CountThreadTime(false);
+  EXPECT_GE(Now(), std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1) - 1'000'000'000);
+}
+
 TEST(Clock, NeverGoesBackFromThreadToThread) {
   std::atomic<std::int64_t> latest{Now()};
   std::atomic<bool> failed{false};

@@ -230,7 +230,12 @@ def start_trace(capacity: int = 65536) -> None: ...
 def stop_trace() -> None: ...
 def trace_enabled() -> bool: ...
 def read_trace() -> list[ThreadTrace]: ...
-def clock_ns() -> int: ...
+def clock_ns() -> int:
+    """The clock of all timers; profiling/clock.h."""
+
+def count_thread_time(on: bool) -> None:
+    """Whether that clock is the calling thread's CPU time."""
+
 def memory_stats() -> MemoryStats: ...
 def trim_memory() -> int: ...
 
@@ -316,21 +321,22 @@ class GemmProbe:
         """Writes the result of the last call to an fp32 tensor [rows, columns]."""
 
 class MachineProbe:
-    """Probes on a pool of so many own threads; rates are those of all of them together."""
+    """Probes on a pool of so many own threads; rates are those of all of them together, in the best windows."""
 
-    def __init__(self, threads: int) -> None: ...
+    def __init__(self, threads: int, far_bytes: int) -> None:
+        """`far_bytes`: more than the caches hold."""
+
     def compute(self, isa: str, seconds: float) -> float:
         """GFLOP/s."""
 
     def read(self, bytes: int, seconds: float) -> float:
         """GB/s of reading a block of so many bytes a thread over and over."""
 
-    def memory(self, bytes: int, seconds: float) -> float:
-        """GB/s of streaming through so many bytes."""
+    def memory(self, seconds: float) -> float:
+        """GB/s of streaming through `far_bytes`."""
 
-    def stream(self, isa: str, direct: bool, rows: int, bytes: int, undisturbed_ns: float) -> float:
-        """GB/s of weights that a GEMM form with so many rows takes from memory: matrices of 2,048 x 2,048. While
-        `measure_cell` takes at most `undisturbed_ns`, if it ever does."""
+    def stream(self, isa: str, direct: bool, rows: int, seconds: float) -> float:
+        """GB/s of weights that a GEMM form with so many rows takes from memory: matrices of 2,048 x 512."""
 
     def dispatch(self) -> tuple[float, float]:
         """Microseconds: a parallel loop of one task a thread, and each further task of a thread."""
@@ -346,8 +352,23 @@ class KernelRow(TypedDict):
     unpack_overlaps: bool
     pack_gbps: float
 
-def measure_latency(bytes: int, seconds: float) -> float: ...
-def measure_kernels(isa: str) -> KernelRow: ...
+class LatencyProbe:
+    """Loads of which each one's address comes from the one before, in a block of so many bytes."""
+
+    def __init__(self, bytes: int) -> None: ...
+    def measure(self, seconds: float) -> float:
+        """Nanoseconds of a load, in the best moment."""
+
+class KernelProbe:
+    """A tier's kernels with operands in L1, on the calling thread."""
+
+    def __init__(self, isa: str) -> None: ...
+    def turn(self) -> None:
+        """Times each of their calls once more."""
+
+    def figures(self) -> KernelRow:
+        """From the least time of each call."""
+
 def measure_cell(isa: str) -> float:
     """Nanoseconds of a call of the widest cell with six steps, on the calling thread."""
 

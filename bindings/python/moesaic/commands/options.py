@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from moesaic.commands.output import UsageError
 
@@ -71,6 +72,26 @@ def clock(args: argparse.Namespace) -> Callable[[], float]:
     if args.threads != 1:
         raise UsageError("--clock cpu counts one thread; it needs --threads 1")
     return time.thread_time
+
+
+@contextmanager
+def engine_clock(args: argparse.Namespace) -> Iterator[None]:
+    """Inside, the engine runs on --threads of `args`, and its timers and probes measure by the clock of `add_clock`.
+
+    Raises:
+        UsageError: --clock cpu with other threads.
+    """
+    import moesaic
+    from moesaic import _core
+
+    clock(args)
+    if args.threads is not None:
+        moesaic.set_num_threads(args.threads)
+    _core.count_thread_time(args.clock == "cpu")
+    try:
+        yield
+    finally:
+        _core.count_thread_time(False)
 
 
 def progress() -> Callable[[str], None]:

@@ -74,6 +74,7 @@ def add_parser(commands: Any) -> None:
     check.add_argument(
         "--statistic", choices=("median", "least"), default="median", help="of them; least where others use the host"
     )
+    options.add_clock(check)
     options.add_json(parser)
     parser.set_defaults(run=run)
 
@@ -235,8 +236,6 @@ def _check(args: argparse.Namespace) -> int:
 
     if args.machine != "here":
         raise UsageError(f"argument --machine: '{args.machine}' cannot be run here; --check is about this host")
-    if args.threads is not None:
-        moesaic.set_num_threads(args.threads)
     plan = CheckPlan(
         repetitions=args.reps,
         statistic=min if args.statistic == "least" else statistics.median,
@@ -247,7 +246,7 @@ def _check(args: argparse.Namespace) -> int:
         plan = replace(plan, parts=tuple(args.only))
     elif not args.check:
         plan = replace(plan, parts=("layer",))
-    with stdout_for_json(args.json):
+    with stdout_for_json(args.json), options.engine_clock(args):
         document = run_check(Machine.here(), moesaic.get_num_threads(), plan, options.progress())
     if args.json:
         print_json(document)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.commands.options import add_json, positive, rank, several, threads
+from moesaic.commands.options import add_clock, add_json, engine_clock, positive, rank, several, threads
 from moesaic.commands.output import CommandError, Tables, UsageError, format_bytes, print_json, stdout_for_json
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def add_parser(commands: Any) -> None:
         metavar="SHAPES",
         help="run all candidates of held-out shapes (default: all 40) and compare the choices with the fastest",
     )
+    add_clock(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -74,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
         elif args.check:
             from moesaic.commands import tune_check
 
-            document, show = tune_check.check(_machine(args), args.check), tune_check.show
+            with engine_clock(args):
+                document, show = tune_check.check(_machine(args), args.check), tune_check.show
         else:
             document, show = _tune(args), _show
     if args.json:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 import moesaic
+from moesaic import _core
 from moesaic.commands.layer_case import LayerShape, parse_routing
 from moesaic.commands.layer_data import make_adapter, make_batch, make_weights
 from moesaic.perf.layer_model import ExpertsShape, LayerModel, Work
@@ -138,12 +139,12 @@ def measure_layer(
         lora = moesaic.Lora(gate_up=pairs[0], down=pairs[1])
 
     def call() -> tuple[float, float]:
-        start = time.perf_counter()
+        start = _core.clock_ns()
         _, saved = layer.forward(hidden, batch.ids, router, lora)
-        middle = time.perf_counter()
+        middle = _core.clock_ns()
         assert saved is not None
         layer.backward(saved, batch.d_out)
-        return (middle - start) * 1e3, (time.perf_counter() - middle) * 1e3
+        return (middle - start) * 1e-6, (_core.clock_ns() - middle) * 1e-6
 
     call()
 

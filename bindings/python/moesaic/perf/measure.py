@@ -1,27 +1,31 @@
-"""Measures the host for `Machine.measure`."""
+"""Measures the host for `Machine.measure`.
+
+Every figure is the best of many short tries, spread over a second or more: a host is never faster than itself, and
+others that use it disturb a core (its sibling, the caches, the memory) for that long.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import platform
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moesaic import _core
 from moesaic.perf.machine import Kernels, Machine, at_threads
 
-_SECONDS = 0.01
-"""Of one rate."""
-_TIMES = 24
-"""That each rate is measured at most, for others use caches, memory and siblings of cores in between."""
-_KERNEL_RUNS, _PAUSE = 20, 0.1
-_OVERLAPS = (1.0, 1.25, 1.5, 2.0, 3.0)
-_STREAM_WIDTH = 2048
+_ROUNDS = 12
+"""In which everything takes its turn; twice for one thread, then with weights from memory."""
+_SECONDS = 0.003
+"""Of one try; where weights come from memory four times as long."""
+_KERNEL_TURNS = 16
+_OVERLAPS = (1.0, 1.5, 2.0, 3.0)
+_STREAM_K, _STREAM_N = 2048, 512
 """Of the matrices of `MachineProbe.stream`."""
+
+_Streams = dict[tuple[str, str, int], float]
+"""GB/s of weights by tier, form and rows."""
 
 
 def _counts(threads: int) -> list[int]:
@@ -32,99 +36,131 @@ def _counts(threads: int) -> list[int]:
     return [*counts, threads] if threads > 1 else counts
 
 
+@dataclasses.dataclass
+class _Rates:
+    """The best so far of one number of threads: L1, L2, L3, memory; of each tier; a dispatch and a task; weights."""
+
+    gbps: list[float]
+    gflops: dict[str, float]
+    dispatch_us: list[float]
+    streams: _Streams
+
+
+class _Host:
+    """What is known before anything is measured, and the probes."""
+
+    def __init__(self) -> None:
+        self.topology = _core.topology()
+        self.l1, self.l2 = self.topology["l1d"]["bytes"] or 32 << 10, self.topology["l2"]["bytes"] or 1 << 20
+        self.shared_l3 = self.topology["l3"]["bytes"] or self.l2
+        self.l3 = _core.last_level_cache_bytes() or self.shared_l3
+        self.far = _far(self.l3)
+        self.threads, self.isa = _core.get_num_threads(), _core.isa()
+        self.tiers = [name for name, runs in _core.kernel_tiers() if runs and (name != "onednn" or name == self.isa)]
+        probes = [row["isa"] for row in _core.compute_probes() if row["available"]]
+        # No compute probe of its own: oneDNN takes the widest instructions of the host.
+        self.compute_probe = {tier: tier if tier in probes else probes[0] for tier in self.tiers}
+        self.kernels = {tier: _core.KernelProbe(tier) for tier in self.tiers}
+        self._loads = [_core.LatencyProbe(size) for size in (self.l1 // 2, self.l2 // 2, self._l3_block(1), self.far)]
+        self.latency_ns = [math.inf] * len(self._loads)
+
+    def one_thread(self) -> None:
+        """A turn of what only one thread does."""
+        for probe in self.kernels.values():
+            for _ in range(_KERNEL_TURNS):
+                probe.turn()
+        self.latency_ns = [
+            min(ns, load.measure(_SECONDS)) for ns, load in zip(self.latency_ns, self._loads, strict=True)
+        ]
+
+    def turn(self, probe: _core.MachineProbe, threads: int, best: _Rates, rows: Mapping[str, Sequence[int]]) -> None:
+        """A turn of so many threads; with weights from memory for these rows of the tiers' direct form, and the first
+        of them of the unpack form."""
+        blocks = (self.l1 // 2, self.l2 // 2, self._l3_block(threads))
+        rates = [*(probe.read(block, _SECONDS) for block in blocks), probe.memory(3 * _SECONDS)]
+        best.gbps = [max(pair) for pair in zip(best.gbps, rates, strict=True)]
+        for tier, isa in self.compute_probe.items():
+            best.gflops[tier] = max(best.gflops[tier], probe.compute(isa, _SECONDS))
+        best.dispatch_us = [min(pair) for pair in zip(best.dispatch_us, probe.dispatch(), strict=True)]
+        for tier, counts in rows.items():
+            for form, count in (("unpack", counts[0]), *(("direct", count) for count in counts)):
+                rate = probe.stream(tier, form == "direct", count, 4 * _SECONDS)
+                best.streams[tier, form, count] = max(best.streams.get((tier, form, count), 0.0), rate)
+
+    def _l3_block(self, threads: int) -> int:
+        """A thread's block that L3 holds and L2 does not."""
+        return max(min(4 * self.l2, self.shared_l3 // (2 * threads)), self.l2 + self.l2 // 4)
+
+
 def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
     """See `Machine.measure`."""
     tell = progress or (lambda text: None)
-    topology = _core.topology()
-    l1, l2 = topology["l1d"]["bytes"] or 32 << 10, topology["l2"]["bytes"] or 1 << 20
-    shared = topology["l3"]["bytes"] or l2
-    l3 = _core.last_level_cache_bytes() or shared
-    threads, isa = _core.get_num_threads(), _core.isa()
-    tiers = list(dict.fromkeys(name for name, runs in _core.kernel_tiers() if runs and name != "onednn"))
-    if isa not in tiers:
-        tiers.append(isa)
-    # No compute probe of its own: oneDNN takes the widest instructions of the host.
-    probes = {row["isa"] for row in _core.compute_probes() if row["available"]}
-    best = next(row["isa"] for row in _core.compute_probes() if row["available"])
-
-    tell("kernels")
-    kernels = _in_cache(tiers)
-
-    def undisturbed(rate: Callable[[], float]) -> float:
-        return _undisturbed(rate, isa, kernels[isa])
-
-    tell("latencies")
-    latency = [_core.measure_latency(size, 0.02) for size in (l1 // 2, l2 // 2, _l3_block(l2, shared, 1), _far(l3))]
-    caches: list[dict[int, float]] = [{}, {}, {}, {}]
-    job, task = {}, {}
-    compute: dict[str, dict[int, float]] = {tier: {} for tier in tiers}
-    for n in _counts(threads):
+    host = _Host()
+    found: dict[int, _Rates] = {}
+    for n in _counts(host.threads):
         tell(f"{n} thread{'s' if n > 1 else ''}")
-        probe = _core.MachineProbe(n)
-        for level, size in enumerate((l1 // 2, l2 // 2, _l3_block(l2, shared, n))):
-            caches[level][n] = undisturbed(partial(probe.read, size, _SECONDS))
-        caches[3][n] = undisturbed(partial(probe.memory, _far(l3), 2 * _SECONDS))
-        job[n], task[n] = probe.dispatch()
-        for tier in tiers:
-            own = tier if tier in probes else best
-            compute[tier][n] = undisturbed(partial(probe.compute, own, _SECONDS))
-    # A level never gives more than the one before it: what a probe missed there, the kernels would not find either.
-    for level in (1, 2, 3):
-        for n in caches[level]:
-            caches[level][n] = min(caches[level][n], caches[level - 1][n])
-    for tier in tiers:
+        probe = _core.MachineProbe(n, host.far)
+        best = found[n] = _Rates([0.0] * 4, dict.fromkeys(host.tiers, 0.0), [math.inf] * 2, {})
+        if n == 1:
+            for _ in range(_ROUNDS):
+                host.one_thread()
+                host.turn(probe, n, best, {})
+            rows = {tier: _stream_rows(_kernels_of(host.kernels[tier]), best.gbps[3]) for tier in host.tiers}
+        for _ in range(_ROUNDS):
+            if n == 1:
+                host.one_thread()
+            host.turn(probe, n, best, rows if n in (1, host.threads) else {})
+        rows = {tier: counts[:1] for tier, counts in rows.items()}
+        # A level never gives more than the one before it: what a probe missed there, the kernels would not find either.
+        for level in (1, 2, 3):
+            best.gbps[level] = min(best.gbps[level], best.gbps[level - 1])
+
+    def by_threads(figure: Callable[[_Rates], float]) -> dict[int, float]:
+        return {n: figure(rates) for n, rates in found.items()}
+
+    caches = [by_threads(lambda rates, level=level: rates.gbps[level]) for level in range(4)]  # type: ignore[misc]
+    kernels = {}
+    for tier in host.tiers:
         kernels[tier] = dataclasses.replace(
-            kernels[tier], compute_gflops=compute[tier], direct_gbps=caches[3], unpack_gbps=caches[3]
+            _kernels_of(host.kernels[tier]),
+            compute_gflops=by_threads(lambda rates, tier=tier: rates.gflops[tier]),  # type: ignore[misc]
+            direct_gbps=caches[3],
+            unpack_gbps=caches[3],
         )
+    latency = [max(host.latency_ns[: level + 1]) for level in range(4)]
     machine = Machine(
         name=platform.node() or "here",
         source="measured",
         cpu=_core.cpu_name(),
-        isa=isa,
-        sockets=max(topology["packages"], 1),
-        numa_nodes=max(len(topology["nodes"]), 1),
-        cores=topology["usable_cores"],
-        threads=threads,
-        memory_bytes=sum(node["memory_bytes"] for node in topology["nodes"]) or 1,
-        l1_bytes=l1,
-        l2_bytes=l2,
-        l3_bytes=l3,
+        isa=host.isa,
+        sockets=max(host.topology["packages"], 1),
+        numa_nodes=max(len(host.topology["nodes"]), 1),
+        cores=host.topology["usable_cores"],
+        threads=host.threads,
+        memory_bytes=sum(node["memory_bytes"] for node in host.topology["nodes"]) or 1,
+        l1_bytes=host.l1,
+        l2_bytes=host.l2,
+        l3_bytes=host.l3,
         l1_gbps=caches[0],
         l2_gbps=caches[1],
         l3_gbps=caches[2],
         dram_gbps=caches[3],
         l1_ns=latency[0],
-        l2_ns=max(latency[1], latency[0]),
-        l3_ns=max(latency[2], latency[1]),
-        dram_ns=max(latency[3], latency[2]),
-        job_us=job,
-        task_us=task,
+        l2_ns=latency[1],
+        l3_ns=latency[2],
+        dram_ns=latency[3],
+        job_us=by_threads(lambda rates: rates.dispatch_us[0]),
+        task_us=by_threads(lambda rates: rates.dispatch_us[1]),
         kernels=kernels,
     )
-    tell("kernels, weights from memory")
-    for tier in tiers:
-        machine = _with_supply(machine, tier)
+    for tier in host.tiers:
+        machine = _with_supply(machine, tier, {n: found[n].streams for n in sorted({1, host.threads})})
     return machine
 
 
-def _in_cache(tiers: Sequence[str]) -> dict[str, Kernels]:
-    """The tiers' kernels with operands in cache, each from the one of several runs, some time apart, in which all of
-    it was fastest: a core whose sibling is busy is slower for seconds."""
-    runs: dict[str, list[Kernels]] = {tier: [] for tier in tiers}
-    for _ in range(_KERNEL_RUNS):
-        for tier, found in runs.items():
-            found.append(_kernels_of(tier))
-        time.sleep(_PAUSE)
-
-    def whole(kernels: Kernels) -> float:
-        return kernels.undisturbed_ns + 6 * sum(map(sum, (*kernels.step_ns, *kernels.few_tile_ns)))
-
-    return {tier: min(found, key=whole) for tier, found in runs.items()}
-
-
-def _kernels_of(tier: str) -> Kernels:
-    """One run; the figures by threads are still to come."""
-    row = _core.measure_kernels(tier)
+def _kernels_of(probe: _core.KernelProbe) -> Kernels:
+    """What is known so far; the figures by threads are still to come."""
+    row = probe.figures()
     return Kernels(
         left_panels=row["left_panels"],
         right_panels=row["right_panels"],
@@ -142,47 +178,47 @@ def _kernels_of(tier: str) -> Kernels:
     )
 
 
-def _undisturbed(rate: Callable[[], float], isa: str, kernels: Kernels) -> float:
-    """The median of some rates before and after which nobody disturbed the host; without any, the third best of all."""
-    found: list[float] = []
-    undisturbed: list[float] = []
-    before = kernels.undisturbed(isa)
-    while len(found) < _TIMES and len(undisturbed) < _TIMES // 4:
-        found.append(rate())
-        after = kernels.undisturbed(isa)
-        undisturbed += found[-1:] if before and after else []
-        before = after
-    return statistics.median(undisturbed) if undisturbed else sorted(found)[-3]
+def _with_supply(machine: Machine, tier: str, measured: Mapping[int, _Streams]) -> Machine:
+    """The machine with what a tier's kernels do with weights from memory, by threads: how much of it products hide,
+    and the rates at which they take them."""
+    direct = {rows: gbps for (name, form, rows), gbps in measured[1].items() if (name, form) == (tier, "direct")}
+    least = min(direct)
+    machine = min(
+        (_with_rate(_replaced(machine, tier, overlap=overlap), tier, 1, "direct", direct) for overlap in _OVERLAPS),
+        key=lambda fitted: fitted[1],
+    )[0]
+    for n, streams in measured.items():
+        for form in ("direct", "unpack"):
+            machine, _ = _with_rate(machine, tier, n, form, {least: streams[tier, form, least]})
+    return machine
 
 
-def _with_supply(machine: Machine, tier: str) -> Machine:
-    """The machine with what a tier's kernels do with weights from memory. It is what makes the model say what they
-    took: their rate with few rows, where memory decides; and how much of it products hide, from so many rows that both
-    take about as long."""
-    far, probe = _far(machine.l3_bytes), _core.MachineProbe(1)
-    product_ns = machine.kernels[tier].step_ns[-1][0] / machine.kernels[tier].left_panels
-    least = _least_rows(machine.kernels[tier])
-    balanced = min(max(16 * round(1024 / machine.dram_gbps[1] / product_ns), least + 16), 192)
-    most_ns = machine.kernels[tier].undisturbed_ns
-    measured = {rows: probe.stream(tier, True, rows, far, most_ns) for rows in (least, balanced)}
+def _with_rate(
+    machine: Machine, tier: str, threads: int, form: str, measured: Mapping[int, float]
+) -> tuple[Machine, float]:
+    """The machine with the rate of weights from memory with which the model says best what `MachineProbe.stream`
+    measured, by rows, and how badly it does.
 
-    def error(overlap: float) -> float:
-        some = _replaced(machine, tier, overlap=overlap)
-        some = _replaced(some, tier, direct_gbps={1: _supply(some, tier, 1, "direct", measured[least])})
-        return sum(abs(math.log(_stream_gbps(some, tier, 1, "direct", rows) / gbps)) for rows, gbps in measured.items())
+    What was measured is taken to be 7% uncertain, and the rate to be within some 20% of the memory's own: it is not
+    told by rows whose products take much longer than the memory."""
+    most = at_threads(machine.dram_gbps, threads)
 
-    machine = _replaced(machine, tier, overlap=min(_OVERLAPS, key=error))
-    rates: dict[str, dict[int, float]] = {"direct": {}, "unpack": {}}
-    for n in sorted({1, machine.threads}):
-        probe = _core.MachineProbe(n)
-        for form, found in rates.items():
-            found[n] = _supply(machine, tier, n, form, probe.stream(tier, form == "direct", least, far, most_ns))
-    return _replaced(machine, tier, direct_gbps=rates["direct"], unpack_gbps=rates["unpack"])
+    def fitted(share: float) -> tuple[Machine, float]:
+        figure = {**getattr(machine.kernels[tier], f"{form}_gbps"), threads: share * most}
+        some = _replaced(machine, tier, **{f"{form}_gbps": figure})
+        errors = [math.log(_stream_gbps(some, tier, threads, form, rows) / gbps) for rows, gbps in measured.items()]
+        return some, sum((error / 0.07) ** 2 for error in errors) + (math.log(share) / 0.2) ** 2
+
+    return min((fitted(1.02**-step) for step in range(100)), key=lambda some: some[1])
 
 
-def _least_rows(kernels: Kernels) -> int:
-    """The fewest whole panels of rows that cells compute, and no form for few rows."""
-    return 16 * (len(kernels.few_tile_ns[0]) // 16 + 1)
+def _stream_rows(kernels: Kernels, dram_gbps: float) -> tuple[int, ...]:
+    """Rows with which the kernels are tried on weights from memory: the fewest whole panels that cells compute and no
+    form for few rows; so many that products take about as long as the memory; twice as many."""
+    least = 16 * (len(kernels.few_tile_ns[0]) // 16 + 1)
+    product_ns = kernels.step_ns[-1][0] / kernels.left_panels
+    balanced = min(max(16 * round(1024 / dram_gbps / product_ns), least + 16), 192)
+    return least, balanced, 2 * balanced
 
 
 def _replaced(machine: Machine, tier: str, **figures: Any) -> Machine:
@@ -192,31 +228,14 @@ def _replaced(machine: Machine, tier: str, **figures: Any) -> Machine:
     )
 
 
-def _supply(machine: Machine, tier: str, threads: int, form: str, measured: float) -> float:
-    """The rate of weights from memory with which the model says what `MachineProbe.stream` measured with the least
-    rows; where products hide the memory altogether, its bandwidth."""
-    most = at_threads(machine.dram_gbps, threads)
-    low, high, rows = most / 64, most, _least_rows(machine.kernels[tier])
-    for _ in range(30):
-        middle = math.sqrt(low * high)
-        some = _replaced(machine, tier, **{f"{form}_gbps": {threads: middle}})
-        low, high = (middle, high) if _stream_gbps(some, tier, threads, form, rows) < measured else (low, middle)
-    return high
-
-
 def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, rows: int) -> float:
     """What the model says of `MachineProbe.stream`."""
-    k = n = _STREAM_WIDTH
+    k, n = _STREAM_K, _STREAM_N
     problem = ((rows,) * threads, k, n, 2, 4, 2.0, form, True, False)
     configuration = (rows, n, rows, 32 if form == "direct" else n, k, "columns")
     _, ms, parts, _, _ = _core.TileEvaluator(machine.figures(threads, tier)).estimate(problem, configuration)
     others = sum(time for name, time in zip(_core.gemm_parts, parts, strict=True) if name in ("scheduling", "dispatch"))
     return threads * 2.0 * k * n / (ms - others) * 1e-6
-
-
-def _l3_block(l2: int, l3: int, threads: int) -> int:
-    """A thread's block that L3 holds and L2 does not."""
-    return max(min(4 * l2, l3 // (2 * threads)), l2 + l2 // 4)
 
 
 def _far(l3: int) -> int:
