@@ -39,6 +39,11 @@ std::int64_t PartsForThreads(std::int64_t pieces, int threads) {
   return CeilDivide(std::int64_t{3} * threads, std::max<std::int64_t>(1, pieces));
 }
 
+std::int64_t UnpackSlice(std::int64_t tiles, std::int64_t panels, std::int64_t l2_bytes) {
+  if (tiles * panels * 1024 <= l2_bytes / 2) return 0;
+  return std::max<std::int64_t>(8, l2_bytes / 4096 / panels / 8 * 8);
+}
+
 Blocking ChooseBlocking(const BlockingQuery& query) {
   if (g_forced != nullptr) return *g_forced;
   Blocking blocking;
@@ -53,12 +58,8 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   blocking.tokens_per_merge = 32;
   // Every step is timed: four blocks together open a quarter of the ranges.
   blocking.blocks_per_step = std::clamp<std::int64_t>(kMostStepBytes / (256 * std::max<std::int64_t>(query.rows, 1)), 1, 4);
-  // A slice's activations, 1 KB for 16 rows and a tile, stay in a quarter of L2 while the weights of a superblock of columns
-  // pass by. The contraction of down in backward, gate and up, is the longest.
-  const std::int64_t tiles = CeilDivide(query.intermediate, 16), panels = CeilDivide(query.rows, 16);
-  if (tiles * panels * 1024 > HostCaches().l2 / 2) {
-    blocking.unpack_depth = std::max<std::int64_t>(8, HostCaches().l2 / 4096 / panels / 8 * 8);
-  }
+  // The longest contraction is that of gate and up, in backward.
+  blocking.unpack_depth = UnpackSlice(CeilDivide(query.intermediate, 16), CeilDivide(query.rows, 16), HostCaches().l2);
   if (tasks == 1 && query.threads > 1) {
     blocking.tail_jobs = std::min<std::int64_t>(query.jobs, query.threads);
     blocking.tail_parts = 4;

@@ -40,6 +40,7 @@ void CounterLine::Drop() {
   Lay({}, 0);
   last_ = {};
   ns_per_tick_ = 0;
+  most_ = 0;
 }
 
 void CounterLine::Lay(Reading from, std::uint64_t slope) {

@@ -39,7 +39,8 @@ class CounterLine {
   /// Takes a new line from what both clocks say now, where the present one has ended; the time then. One thread at a time.
   std::int64_t Renew(Reading now);
 
-  /// No line is valid until the next one is laid. One thread at a time, as Renew().
+  /// Forgets all it knows: no line is valid until the next one is laid, which may begin before this one would have ended. One
+  /// thread at a time, as Renew().
   void Drop();
 
  private:
@@ -68,7 +69,7 @@ std::int64_t NowOfSystem();
 /// on hosts that others use. Readings of different threads, and from before and after, have nothing to do with each other.
 void CountThreadTime(bool on);
 
-/// Nanoseconds of CLOCK_MONOTONIC, or what CountThreadTime() says. Any thread; what one thread reads after another one is not less.
+/// Nanoseconds of CLOCK_MONOTONIC, or as CountThreadTime() says. Any thread; what one thread reads after another is not less.
 inline std::int64_t Now() {
   __builtin_ia32_lfence();  // what came before is done
   const std::int64_t ns = internal::counter_line.At(__builtin_ia32_rdtsc());

@@ -35,21 +35,25 @@ Axes AxesOf(const GemmProblem& problem, const MachineModel& machine) {
     return std::min(all_columns, RoundUp(CeilDiv(problem.n, parts), kColumnGrid));
   };
   const auto columns = [&](std::int64_t target) { return std::min(all_columns, target); };
+  // As the engine's layer cuts it where it does, but no more than keeps what is prefetched in L2.
+  const std::int64_t slice = UnpackSlice(CeilDiv(problem.k, kTileColumns), CeilDiv(rows, kPanelRows), machine.cache_bytes[1]);
+  const bool cut = problem.form == GemmForm::kUnpack && slice > 0;
+  const std::int64_t depth = std::min(4 * kDepthGrid, cut ? slice * kTileColumns : 4 * kDepthGrid);
   return {
       .task_rows = {all_rows, of_unit(384), of_unit(192), of_unit(96), of_unit(unit)},
       .task_columns = {all_columns, shared(CeilDiv(machine.threads, groups)), shared(PartsForThreads(groups, machine.threads)),
                        columns(2 * kColumnGrid)},
       .call_rows = {all_rows, of_unit(96), of_unit(32)},
       .call_columns = {columns(32), columns(64), columns(kColumnGrid), columns(4 * kColumnGrid), all_columns},
-      .call_depth = {problem.k, std::min(problem.k, 4 * kDepthGrid)},
+      .call_depth = {problem.k, std::min(problem.k, depth)},
   };
 }
 
-/// Whether every group takes the direct form for few rows, whose calls run along the whole contraction.
-bool AllFewDirect(const GemmProblem& problem, const MachineModel& machine) {
-  return problem.form == GemmForm::kDirect && std::ranges::all_of(problem.groups, [&](const GroupRows& group) {
-           return group.rows <= machine.kernel.most_few_rows;
-         });
+/// Whether every group takes a form for few rows along the whole contraction: the direct one, the unpack form where it rounds.
+bool AllFewWhole(const GemmProblem& problem, const MachineModel& machine) {
+  if (problem.form == GemmForm::kGradient || (problem.form == GemmForm::kUnpack && problem.output_bytes == 4)) return false;
+  return std::ranges::all_of(problem.groups,
+                             [&](const GroupRows& group) { return group.rows <= machine.kernel.most_few_rows; });
 }
 
 /// Whether another candidate does the same, or nothing speaks for it.
@@ -57,11 +61,11 @@ bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem, bool whole
   const bool one_row_call = c.call_rows >= c.task_rows, one_column_call = c.call_columns >= c.task_columns;
   if (c.call_depth < problem.k) {
     if (whole_depth) return true;
-    // Rows that are rounded as they come out have no sums to go on from.
-    if (problem.output_bytes == 2 && problem.form == GemmForm::kUnpack) return true;
   } else if (c.order == LoopOrder::kDepth) {
     return true;
   }
+  // The unpack form's slices are no loop over calls.
+  if (c.order == LoopOrder::kDepth && problem.form == GemmForm::kUnpack) return true;
   if (c.order == LoopOrder::kRows && (one_row_call || one_column_call)) return true;
   if (c.order == LoopOrder::kDepth && one_row_call && one_column_call) return true;
   return false;
@@ -71,7 +75,7 @@ bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem, bool whole
 template <typename Visit>
 void ForEach(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space, Visit&& visit) {
   const Axes axes = AxesOf(problem, machine);
-  const bool prune = space == CandidateSpace::kPruned, whole_depth = AllFewDirect(problem, machine);
+  const bool prune = space == CandidateSpace::kPruned, whole_depth = AllFewWhole(problem, machine);
   const auto repeated = [](std::span<const std::int64_t> axis, std::size_t i) {
     const auto before = axis.first(i);
     return std::find(before.begin(), before.end(), axis[i]) != before.end();
@@ -117,8 +121,7 @@ bool Legal(const GemmProblem& problem, const GemmConfiguration& c) {
   if (problem.form == GemmForm::kGradient && problem.output_bytes != 4) return false;
   if (c.call_depth >= problem.k) return true;
   if (c.call_depth < 1 || c.call_depth % kDepthGrid != 0) return false;
-  if (problem.form == GemmForm::kUnpack) return problem.output_bytes == 4;
-  return problem.form == GemmForm::kGradient || kColumnGrid % c.call_columns == 0;
+  return problem.form != GemmForm::kDirect || kColumnGrid % c.call_columns == 0;
 }
 
 std::vector<GemmConfiguration> Candidates(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space) {

@@ -66,8 +66,12 @@ constexpr double kFewDirectOverlap = 1.5, kFewUnpackOverlap = 2;
 /// 121, 127, 140; with 32 rows 316, 321, 325, 325, 336, 355; with weights in L3 the same up to 2,560.)
 constexpr double kLostAtATime = 10;
 /// What weights of the direct form take that nothing prefetches: so much longer than memory's rate.
-/// (AVX-512, 32 to 256 rows, calls of all columns instead of 32: 5, 0, 0, 0, 1, 1, 5% longer.)
+/// (AVX-512, 32 to 256 rows, calls of all columns instead of 32: 5, 0, 0, 0, 1, 1, 5% longer.) Not so the tile unit's loads
+/// in calls whose rows fit one cell: there the kernels leave prefetches out, which would be slower (tile_gemm.h, DirectGemm).
 constexpr double kWithoutPrefetch = 1.1;
+
+/// Columns whose sums wait in C between two slices of the unpack form.
+constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns;
 
 /// Stores to lines of a result that are under way at a time. (AVX-512, 2 MB of bf16: 44 ns a line at a latency of 124.)
 constexpr double kStores = 3;
@@ -80,6 +84,7 @@ struct TaskCost {
   double round_ns = 0;                        ///< sums that are rounded: what their stores are waited for
   bool few = false;                           ///< by the forms for few rows
   double unfetched = 0;                       ///< share of the weights that nothing prefetches
+  bool once = false;                          ///< each weight is met once, by tile loads, which need no prefetch
   double lost_ns = 0;                         ///< waiting for weights that were prefetched too early
   std::array<double, kMemoryLevels> bytes{};  ///< read or written beyond the caches below that level
 };
@@ -108,21 +113,25 @@ class TaskCounter {
     TaskCost cost;
     const std::int64_t call_rows = std::min(c_.call_rows, task.rows), call_columns = std::min(c_.call_columns, task.columns);
     cost.few = task.few_rows > 0;
-    const std::int64_t depth = cost.few && p_.form == GemmForm::kDirect ? p_.k : std::min(c_.call_depth, p_.k);
+    const bool whole = cost.few && (p_.form == GemmForm::kDirect || p_.output_bytes == 2);
+    const std::int64_t depth = whole ? p_.k : std::min(c_.call_depth, p_.k);
     const std::int64_t row_calls = CeilDiv(task.rows, call_rows), column_calls = CeilDiv(task.columns, call_columns);
-    const std::int64_t depth_calls = CeilDiv(p_.k, depth);
-    const double calls = static_cast<double>(row_calls * column_calls * depth_calls);
+    const std::int64_t parts = CeilDiv(p_.k, depth);  // of the contraction: calls, or slices inside of one
+    const bool slices = p_.form == GemmForm::kUnpack && !cost.few;
+    const double calls = static_cast<double>(row_calls * column_calls * (slices ? 1 : parts));
     if (cost.few) {
       const auto form = static_cast<std::size_t>(p_.form == GemmForm::kUnpack);
       cost.cells_ns = m_.kernel.few_tile_ns[form][static_cast<std::size_t>(task.few_rows - 1)] *
                       static_cast<double>(CeilDiv(task.columns, kPanelRows) * CeilDiv(p_.k, kTileColumns));
     } else {
-      CountCells(task, call_rows, depth_calls, cost);
+      CountCells(task, call_rows, parts, cost);
     }
-    const bool prefetches = p_.form == GemmForm::kDirect && call_columns <= kMostPrefetched && column_calls > 1;
-    // The direct form prefetches from call to call, the unpack form from tile column to tile column of a call.
+    const bool direct = p_.form == GemmForm::kDirect;
+    cost.once = direct && m_.kernel.unpack_overlaps && CeilDiv(call_rows, kPanelRows) <= m_.kernel.right_panels;
+    const bool prefetches = direct && !cost.once && call_columns <= kMostPrefetched && column_calls > 1;
+    // The direct form prefetches from call to call, the unpack form from a slice of a tile column of a call to the next.
     if (p_.form != GemmForm::kGradient) {
-      const std::int64_t pieces = p_.form == GemmForm::kUnpack ? CeilDiv(task.columns, kTileColumns)
+      const std::int64_t pieces = p_.form == GemmForm::kUnpack ? CeilDiv(task.columns, kTileColumns) * (slices ? parts : 1)
                                   : prefetches                 ? column_calls
                                                                : 1;
       cost.unfetched = static_cast<double>(p_.form == GemmForm::kUnpack ? column_calls : 1) / static_cast<double>(pieces);
@@ -137,7 +146,7 @@ class TaskCounter {
 
     // Loops over calls: how often each operand is read anew, and what is read in between.
     const double weights = Product(task.columns, p_.k, p_.weight_bytes), activations = Product(task.rows, p_.k, 2);
-    const std::int64_t span = c_.order == LoopOrder::kDepth ? depth : p_.k;
+    const std::int64_t span = c_.order == LoopOrder::kDepth && !slices ? depth : p_.k;
     const double row_block = Product(call_rows, span, 2), column_block = Product(call_columns, span, 2);
     const double all_rows = Product(task.rows, span, 2), all_columns = Product(task.columns, span, 2);
     const bool rows_outer = c_.order == LoopOrder::kRows;
@@ -153,7 +162,7 @@ class TaskCounter {
     if (!cost.few)
       CountInsideCalls(task, call_rows, call_columns, depth, weights * static_cast<double>(row_calls),
                        activations * static_cast<double>(column_calls), cost);
-    CountResult(task, call_rows, call_columns, depth, depth_calls, cost);
+    CountResult(task, call_rows, call_columns, depth, parts, cost);
     return cost;
   }
 
@@ -187,7 +196,7 @@ class TaskCounter {
     return {ns, static_cast<double>(cells)};
   }
 
-  void CountCells(const TaskShape& task, std::int64_t call_rows, std::int64_t depth_calls, TaskCost& cost) const {
+  void CountCells(const TaskShape& task, std::int64_t call_rows, std::int64_t parts, TaskCost& cost) const {
     const std::int64_t k_steps = CeilDiv(p_.k, kTileColumns);
     const auto steps = static_cast<double>(k_steps);
     const std::int64_t panels = CeilDiv(p_.form == GemmForm::kUnpack ? RoundUp(task.columns, 32) : task.columns, kPanelRows);
@@ -197,7 +206,7 @@ class TaskCounter {
       const auto [ns, cells] = p_.form == GemmForm::kDirect   ? Cells(panels, row_panels, m_.kernel.right_panels)
                                : p_.form == GemmForm::kUnpack ? Cells(row_panels, panels, 2)
                                                               : Cells(row_panels, panels, m_.kernel.right_panels);
-      cost.cells_ns += calls * (ns * steps + cells * static_cast<double>(depth_calls) * m_.kernel.cell_ns);
+      cost.cells_ns += calls * (ns * steps + cells * static_cast<double>(parts) * m_.kernel.cell_ns);
       if (p_.form == GemmForm::kUnpack) {
         cost.unpack_ns += calls * static_cast<double>(CeilDiv(p_.k, kPanelRows)) *
                           static_cast<double>(CeilDiv(task.columns, kTileColumns)) * m_.kernel.unpack_tile_ns;
@@ -228,14 +237,20 @@ class TaskCounter {
     } else {
       AddAgain(cost, kept_between, kept * (passes - 1));
     }
-    const double groups = static_cast<double>(CeilDiv(kept_size, kept_group));
+    double groups = static_cast<double>(CeilDiv(kept_size, kept_group));
     // The unpack form has its tile column twice, as it is stored and unpacked.
     const std::int64_t columns = p_.form == GemmForm::kUnpack ? 2 * kept_group : kept_group;
+    if (p_.form == GemmForm::kUnpack && depth < p_.k) {
+      // A superblock of columns meets the activations of all slices before the next one does.
+      const auto superblocks = static_cast<double>(CeilDiv(kept_size, kSumColumns));
+      AddAgain(cost, Product(passed_size + 2 * kSumColumns, p_.k, 2), passed * (superblocks - 1));
+      groups -= superblocks - 1;
+    }
     AddAgain(cost, Product(passed_size + columns, depth, 2), passed * (groups - 1));
   }
 
   void CountResult(const TaskShape& task, std::int64_t call_rows, std::int64_t call_columns, std::int64_t depth,
-                   std::int64_t depth_calls, TaskCost& cost) const {
+                   std::int64_t parts, TaskCost& cost) const {
     const double fp32 = Product(task.rows, task.columns, 4);
     // Streaming stores write once; others read the line first.
     const double factor = p_.form == GemmForm::kUnpack && p_.output_bytes == 2 ? 1.0 : 2.0;
@@ -247,11 +262,13 @@ class TaskCounter {
     } else {
       Add(cost, task.result_to, factor * Product(task.rows, task.columns, static_cast<double>(p_.output_bytes)));
     }
-    if (depth_calls == 1) return;
-    const double between = c_.order == LoopOrder::kDepth
+    if (parts == 1) return;
+    const bool slices = p_.form == GemmForm::kUnpack && !cost.few;
+    if (slices) call_columns = std::min(call_columns, kSumColumns);
+    const double between = c_.order == LoopOrder::kDepth && !slices
                                ? fp32 + Product(task.rows + task.columns, depth, 2)
                                : Product(call_rows, call_columns, 4) + Product(call_rows + call_columns, depth, 2);
-    AddAgain(cost, between, 2 * fp32 * static_cast<double>(depth_calls - 1));
+    AddAgain(cost, between, 2 * fp32 * static_cast<double>(parts - 1));
   }
 
   const GemmProblem& p_;
@@ -282,7 +299,8 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
                                                                  : machine.gbps[3];
   const double cells = (cost.cells_ns + cost.calls_ns) * kNsToMs;
   const double unpack = cost.unpack_ns * kNsToMs;
-  const double slower = problem.form == GemmForm::kDirect && !cost.few ? 1 + (kWithoutPrefetch - 1) * cost.unfetched : 1.0;
+  const bool waits = problem.form == GemmForm::kDirect && !cost.few && !cost.once;
+  const double slower = waits ? 1 + (kWithoutPrefetch - 1) * cost.unfetched : 1.0;
   const double memory = slower * supply(MemoryLevel::kMemory, memory_gbps) + cost.lost_ns * kNsToMs;
   const double rounding = cost.round_ns * kNsToMs;
   // Beside the products, all that overlaps with them: L2, L3, and what the vectors unpack where they are idle. Memory, too,

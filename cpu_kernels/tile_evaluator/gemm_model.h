@@ -5,7 +5,8 @@
 // A configuration names two levels of tiles. A *task* computes `task_rows` x `task_columns` of C along the whole contraction on
 // one thread: the data that it reuses should stay in L2. A *call* is one call of a kernel (kernels.h), `call_rows` x
 // `call_columns` x `call_depth`: what it reuses should stay in L1. `order` says which loop over calls is the outermost. None of
-// it changes the order of summation: parts of the contraction follow each other and continue from C in memory.
+// it changes the order of summation: parts of the contraction follow each other and continue from C in memory. The unpack
+// form takes them as slices inside of a call, a superblock of columns at a time.
 //
 // The model counts, for one task, the cells (tile_gemm.h) and for each operand how often it is read and from which cache, which
 // is the smallest that holds what is read in between. Times of arithmetic and of each level of memory overlap, but not
@@ -23,7 +24,7 @@
 namespace moesaic {
 
 /// Changes whenever the same figures may give another answer: part of every cached answer's key.
-inline constexpr int kGemmModelVersion = 5;
+inline constexpr int kGemmModelVersion = 6;
 
 /// Which function of KernelTier computes it.
 enum class GemmForm { kDirect, kUnpack, kGradient };
@@ -81,9 +82,8 @@ inline constexpr std::int64_t kMostPrefetched = 128;
 /// Rows of the tasks of a group with so many rows: they are dealt evenly, in whole panels.
 std::int64_t TaskRows(std::int64_t rows, const GemmConfiguration& configuration);
 
-/// Whether the kernels can run it: positive sizes on the grid of panels and superblocks; a part of the contraction only where
-/// results stay fp32 until the last part and, in the direct form, where calls lie within a row of superblocks; gradients in
-/// fp32.
+/// Whether the kernels can run it: positive sizes on the grid of panels and superblocks; a part of the contraction, in the
+/// direct form, only where calls lie within a row of superblocks; gradients in fp32.
 bool Legal(const GemmProblem& problem, const GemmConfiguration& configuration);
 
 enum class CandidateSpace {

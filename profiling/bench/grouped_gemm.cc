@@ -145,9 +145,7 @@ void GroupedGemm::Run(const GemmConfiguration& configuration) {
 void GroupedGemm::RunTask(const Task& task, const GemmConfiguration& c) {
   const std::int64_t row_step = std::min(c.call_rows, RoundUp(task.rows, kPanelRows));
   const std::int64_t column_step = std::min(c.call_columns, RoundUp(task.columns, kTileColumns));
-  // For few rows the direct form's order of summation depends on where a contraction ends.
-  const bool whole_depth = problem_.form == GemmForm::kDirect && FewRows(*task.group) > 0;
-  const std::int64_t depth = whole_depth ? problem_.k : std::min(c.call_depth, problem_.k);
+  const std::int64_t depth = CutsInCalls(FewRows(*task.group) > 0) ? std::min(c.call_depth, problem_.k) : problem_.k;
   const std::int64_t row_calls = CeilDiv(task.rows, row_step), column_calls = CeilDiv(task.columns, column_step);
   const std::int64_t depth_calls = CeilDiv(problem_.k, depth);
   const bool rounds = problem_.form != GemmForm::kUnpack && problem_.output_bytes == 2;
@@ -177,7 +175,7 @@ void GroupedGemm::RunTask(const Task& task, const GemmConfiguration& c) {
     }
     float* at = sums;
     if (rounds && whole) at += (block.column - task.column) * sums_ld + block.row - task.row;
-    Call(task, block, next, at, sums_ld);
+    Call(task, block, next, at, sums_ld, c.call_depth);
     if (rounds && !whole) Round(task, block.column, block.columns, block.row, block.rows, sums, sums_ld);
   };
   const auto along_depth = [&](std::int64_t r, std::int64_t n) {
@@ -205,12 +203,13 @@ void GroupedGemm::RunTask(const Task& task, const GemmConfiguration& c) {
   if (rounds && whole) Round(task, task.column, task.columns, task.row, task.rows, sums, sums_ld);
 }
 
-void GroupedGemm::Call(const Task& task, const Block& block, const PrefetchRange& prefetch, float* sums, std::int64_t sums_ld) {
+void GroupedGemm::Call(const Task& task, const Block& block, const PrefetchRange& prefetch, float* sums, std::int64_t sums_ld,
+                       std::int64_t slice) {
   switch (problem_.form) {
     case GemmForm::kDirect:
       return CallDirect(task, block, prefetch, sums, sums_ld);
     case GemmForm::kUnpack:
-      return CallUnpack(task, block);
+      return CallUnpack(task, block, slice);
     case GemmForm::kGradient:
       return CallGradient(task, block);
   }
@@ -244,7 +243,7 @@ void GroupedGemm::CallDirect(const Task& task, const Block& block, const Prefetc
   tier_.direct_gemm(args);
 }
 
-void GroupedGemm::CallUnpack(const Task& task, const Block& block) {
+void GroupedGemm::CallUnpack(const Task& task, const Block& block, std::int64_t slice) {
   const Group& group = *task.group;
   const TileMatrix& all = group.weights[copy_];
   const std::int64_t first = block.k / kPanelRows;
@@ -259,12 +258,16 @@ void GroupedGemm::CallUnpack(const Task& task, const Block& block) {
   args.few_rows = FewRows(group);
   args.first_column = block.column / kTileColumns;
   args.columns = CeilDiv(block.columns, kTileColumns);
+  args.depth = slice < block.depth ? slice / kTileColumns : 0;
   const std::int64_t scratch = UnpackScratchElements(args.segments) * 2;
-  Carver carver(Scratch(scratch + 8 * args.panels * kPanelRows + 64));
+  const std::int64_t row_count = args.panels * kPanelRows, sum_columns = kSuperblock * kTileColumns;
+  Carver carver(Scratch(scratch + row_count * (8 + 4 * sum_columns) + 128));
   args.scratch = carver.Take<BFloat16>(scratch / 2);
   if (problem_.output_bytes == 2) {
-    BFloat16** rows = carver.Take<BFloat16*>(args.panels * kPanelRows);
-    for (std::int64_t i = 0; i < args.panels * kPanelRows; ++i) {
+    if (args.depth > 0) args.c = carver.Take<float>(row_count * sum_columns);
+    args.ldc = sum_columns;
+    BFloat16** rows = carver.Take<BFloat16*>(row_count);
+    for (std::int64_t i = 0; i < row_count; ++i) {
       rows[i] = i < block.rows ? reinterpret_cast<BFloat16*>(group.c) + (block.row + i) * group.ldc : nullptr;
     }
     args.rows = rows;

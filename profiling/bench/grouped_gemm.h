@@ -62,9 +62,17 @@ class GroupedGemm {
   void Fill(std::span<std::byte> memory, std::int64_t value_bytes);
   void PackActivations(int worker_count);
   void RunTask(const Task& task, const GemmConfiguration& configuration);
-  void Call(const Task& task, const Block& block, const PrefetchRange& prefetch, float* sums, std::int64_t sums_ld);
+  /// Whether contractions are cut into calls. The unpack form's are cut inside of one, but for few rows, whose kernels do not:
+  /// those continue from C, in fp32. (For few rows the direct form's order of summation depends on where a contraction ends.)
+  bool CutsInCalls(bool few) const {
+    return problem_.form == GemmForm::kUnpack ? few && problem_.output_bytes == 4
+                                              : problem_.form == GemmForm::kGradient || !few;
+  }
+  /// @param slice  of the contraction, where the kernel cuts it
+  void Call(const Task& task, const Block& block, const PrefetchRange& prefetch, float* sums, std::int64_t sums_ld,
+            std::int64_t slice);
   void CallDirect(const Task& task, const Block& block, const PrefetchRange& prefetch, float* sums, std::int64_t sums_ld);
-  void CallUnpack(const Task& task, const Block& block);
+  void CallUnpack(const Task& task, const Block& block, std::int64_t slice);
   void CallGradient(const Task& task, const Block& block);
   /// Rounds a block of sums, direct form.
   void Round(const Task& task, std::int64_t column, std::int64_t columns, std::int64_t row, std::int64_t rows,

@@ -34,6 +34,17 @@ TEST(TileEvaluator, BlockingIsLegalForAnyCall) {
   }
 }
 
+TEST(TileEvaluator, LongContractionsAreCutSoThatASliceStaysInCache) {
+  constexpr std::int64_t kL2 = 2 << 20;
+  EXPECT_EQ(UnpackSlice(64, 16, kL2), 0);  // 1 MB: half of it
+  for (const std::int64_t panels : {2, 9, 24, 100, 1000}) {
+    const std::int64_t slice = UnpackSlice(2000, panels, kL2);
+    EXPECT_GE(slice, 8);
+    EXPECT_EQ(slice % 8, 0);  // superblocks
+    EXPECT_TRUE(slice == 8 || slice * panels * 1024 <= kL2 / 4);
+  }
+}
+
 TEST(TileEvaluator, ScopedBlockingEndsWithItsScope) {
   const BlockingQuery query{4, 64, 2048, 768, 2};
   const std::int64_t before = ChooseBlocking(query).tokens_per_merge;

@@ -98,10 +98,12 @@ INSTANTIATE_TEST_SUITE_P(Shapes, GroupedGemmTest, testing::Range(std::size_t{0},
                          [](const auto& info) { return std::string(Cases()[info.param].name); });
 
 TEST(GroupedGemm, RefusesWhatTheKernelsCannotRun) {
-  GemmProblem problem = Cases()[3].problem;  // rounds as it comes out: no sums to go on from
+  GemmProblem problem = Cases()[3].problem;
   threadpool::Pool pool(1);
-  GroupedGemm gemm(*KernelTiers().back(), problem, pool);
-  EXPECT_THROW(gemm.Run({16, 128, 16, 32, 256, LoopOrder::kDepth}), std::invalid_argument);
+  GroupedGemm gemm(*KernelTiers().back(), problem, pool), direct(*KernelTiers().back(), Cases()[1].problem, pool);
+  // A part of a contraction from the middle of a superblock, or over several rows of them.
+  EXPECT_THROW(gemm.Run({16, 128, 16, 32, 128, LoopOrder::kColumns}), std::invalid_argument);
+  EXPECT_THROW(direct.Run({16, 257, 16, 257, 256, LoopOrder::kColumns}), std::invalid_argument);
   EXPECT_THROW(gemm.Run({17, 128, 16, 32, 545, LoopOrder::kRows}), std::invalid_argument);
   EXPECT_THROW(gemm.Run({16, 100, 16, 32, 545, LoopOrder::kRows}), std::invalid_argument);
   gemm.Run({16, 128, 16, 32, 545, LoopOrder::kRows});

@@ -322,6 +322,41 @@ def test_the_choice_is_the_best_of_the_candidates(machine):
         assert evaluator.estimate(shape, chosen.configuration).parts == chosen.parts
 
 
+def test_long_contractions_are_cut_where_activations_leave_the_cache():
+    evaluator = GemmEvaluator(Machine.named("emr-16c"), 1, cache=False)
+    shape = GemmShape(m=384, k=8192, n=4096, form="unpack", packed=True)
+    cut = evaluator.evaluate(shape)
+    assert cut.configuration.call_depth == 512  # of 24 panels, in a quarter of 2 MB
+    whole = evaluator.estimate(shape, dataclasses.replace(cut.configuration, call_depth=shape.k))
+    # The whole contraction's activations, 6 MB, come from L3 for each tile column; a slice's once for eight of them.
+    assert whole.parts["l3"] > 3 * cut.parts["l3"] and whole.milliseconds > cut.milliseconds
+    short = dataclasses.replace(shape, k=1024)
+    assert evaluator.evaluate(short).configuration.call_depth == 1024
+    # Groups of few rows are computed by kernels without slices.
+    few = GemmEvaluator(
+        dataclasses.replace(
+            Machine.named("zen5-2c"),
+            kernels={"avx512_bf16": dataclasses.replace(
+                Machine.named("zen5-2c").kernels["avx512_bf16"], few_tile_ns=((9.0,) * 16, (9.0,) * 16)
+            )},
+        ), 1, cache=False
+    )  # fmt: skip
+    assert few.evaluate(GemmShape(m=4, k=8192, n=4096, form="unpack", packed=True)).configuration.call_depth == 8192
+
+
+def test_amx_needs_no_prefetch_for_weights_that_it_meets_once():
+    evaluator = GemmEvaluator(Machine.named("emr-16c"), 1, cache=False)
+
+    def milliseconds(rows, columns):
+        shape = GemmShape(m=rows, k=2048, n=2048, form="direct", output="fp32", packed=True)
+        configuration = perf.gemm_evaluator.Configuration("direct", 384, 2048, 384, columns, 2048, "columns")
+        return evaluator.estimate(shape, configuration).milliseconds
+
+    for rows in (1, 16, 32):  # rows of one cell: calls that could prefetch for the next one are no faster
+        assert milliseconds(rows, 2048) == pytest.approx(milliseconds(rows, 32), rel=0.02)
+    assert milliseconds(33, 2048) > 1.05 * milliseconds(33, 32)
+
+
 def test_the_published_space_has_1800_candidates(machine):
     evaluator = GemmEvaluator(machine, cache=False, space="published")
     assert evaluator.evaluate(GemmShape(m=2000, k=4096, n=4096)).candidates == 1800

@@ -26,7 +26,7 @@ Statistic = Callable[[Sequence[float]], float]
 
 
 _PRIOR_WEIGHT = 0.03  # against the relative error of one group of phases in one case
-_MOST_SECONDS = 8.0  # for the repetitions of a case, if three are done
+_MOST_SECONDS = 12.0  # for the repetitions of a case, if three are done
 
 
 @dataclass(frozen=True)
