@@ -64,6 +64,8 @@ py::dict ToDict(const profiling::CallRecord& call) {
   row["threads"] = call.threads;
   row["tokens"] = call.tokens;
   row["jobs"] = call.jobs;
+  row["job_slots"] = call.job_slots;
+  row["job_tasks"] = call.job_tasks;
   row["begin_ns"] = call.begin_ns;
   row["engine_begin_ns"] = call.engine_begin_ns;
   row["engine_end_ns"] = call.engine_end_ns;

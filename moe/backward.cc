@@ -80,7 +80,6 @@ bool BackwardPass::wants_gate_up() const { return args_.d_hidden.defined() || lo
 
 void BackwardPass::Run(threadpool::Pool& pool) {
   Plan();
-  profiling::NoteJobs(static_cast<std::int64_t>(jobs.size()));
   in_chunks_ = std::any_of(jobs.begin(), jobs.end(), [](const Job& job) { return job.previous >= 0; });
   hidden_ = MakeRowSource(args_.hidden, workspace->dense_hidden);
   d_out_ = MakeRowSource(args_.d_out, workspace->dense);

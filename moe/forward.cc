@@ -73,7 +73,6 @@ class ForwardPass : public Pass {
       for (std::int64_t j = 0; j < top_k; ++j) slot_weights_[t * top_k + j] = LoadFloat(args_.weights, t, j);
     }
     Plan();
-    profiling::NoteJobs(static_cast<std::int64_t>(jobs.size()));
   }
 
   void AllocateAndBuild() {

@@ -6,6 +6,7 @@
 
 #include "cpu_kernels/tensor_access.h"
 #include "moe/phases.h"
+#include "profiling/calls.h"
 
 namespace moesaic::moe {
 namespace {
@@ -364,6 +365,11 @@ std::vector<TaskId> Pass::AddJob(void* context, std::int64_t job, std::span<cons
 TaskId Pass::AddJobs(void* context, std::span<const Stage> stages) {
   const bool pack = lora.any(), write = lora.wants_any();
   const auto num_shards = static_cast<std::int64_t>(shards.size());
+  std::int64_t job_tasks = 0;
+  for (std::size_t job = 0; job < jobs.size(); ++job) {
+    for (const Stage& stage : stages) job_tasks += PartsOf(static_cast<std::int64_t>(job), stage.cut);
+  }
+  profiling::NoteJobs(static_cast<std::int64_t>(jobs.size()), job_slots_ * num_shards, job_tasks);
   std::vector<TaskId> job_ends(jobs.size()), slot_ends(group_slots_, -1), packed(shards.size(), -1), all;
   std::vector<std::vector<TaskId>> sums(shards.size());
   for (std::size_t g = 0; g < groups.size(); ++g) {

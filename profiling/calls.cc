@@ -32,7 +32,7 @@ struct State {
 
 thread_local PoolTotals own_pool;  // runs that this thread waited for
 thread_local std::int64_t entry_ns = 0;
-thread_local std::int64_t own_jobs = 0;
+thread_local std::int64_t own_jobs = 0, own_job_slots = 0, own_job_tasks = 0;
 
 // The last call that this thread recorded: its place, and the resets before it; -1: none.
 struct LastCall {
@@ -111,6 +111,8 @@ void CallTimer::EngineEnds(std::int64_t tokens, int threads) {
   record_.tokens = tokens;
   record_.threads = threads;
   record_.jobs = own_jobs;
+  record_.job_slots = own_job_slots;
+  record_.job_tasks = own_job_tasks;
   record_.pool = own_pool - record_.pool;
   ended_ = true;
 }
@@ -143,7 +145,11 @@ void MarkExit() {
   if (last.resets == state.resets) state.calls.calls[static_cast<std::size_t>(last.place)].end_ns = now;
 }
 
-void NoteJobs(std::int64_t jobs) { own_jobs = jobs; }
+void NoteJobs(std::int64_t jobs, std::int64_t slots, std::int64_t tasks) {
+  own_jobs = jobs;
+  own_job_slots = slots;
+  own_job_tasks = tasks;
+}
 
 CallSnapshot Calls() {
   State& state = State::Get();

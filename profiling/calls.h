@@ -46,7 +46,9 @@ struct CallRecord {
   int layer = 0;
   int threads = 0;
   std::int64_t tokens = 0;
-  std::int64_t jobs = 0;  ///< pieces into which the experts' rows were cut
+  std::int64_t jobs = 0;       ///< pieces into which the experts' rows were cut
+  std::int64_t job_slots = 0;  ///< of them, under way at a time at most
+  std::int64_t job_tasks = 0;  ///< of all stages of all of them
   std::int64_t begin_ns = 0;
   std::int64_t engine_begin_ns = 0;
   std::int64_t engine_end_ns = 0;
@@ -83,8 +85,8 @@ class CallTimer {
 void MarkEntry();
 /// Python returns from that call: the last one that this thread recorded ends now.
 void MarkExit();
-/// Says into how many jobs the call under way on this thread is cut.
-void NoteJobs(std::int64_t jobs);
+/// Says how the call under way on this thread is cut: the fields of its CallRecord.
+void NoteJobs(std::int64_t jobs, std::int64_t slots, std::int64_t tasks);
 
 struct CallSnapshot {
   std::vector<CallRecord> calls;  ///< in the order in which they ended

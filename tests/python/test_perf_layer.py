@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import moesaic
 from moesaic import _core
 from moesaic.perf import GemmEvaluator, GemmShape, Machine
-from moesaic.perf.calibration import LayerCase, MeasuredLayer, alone, fit
-from moesaic.perf.layer_model import ExpertsShape, LayerModel
+from moesaic.perf.calibration import LayerCase, MeasuredLayer, alone, fit, measure_layer
+from moesaic.perf.layer_model import ExpertsShape, LayerModel, job_slots
 from moesaic.perf.layer_plan import Cut, JobCut, Stage, cut_jobs, run_jobs
 from moesaic.perf.products import Products
 from moesaic.perf.rates import LayerRates, rates_path
@@ -53,6 +53,39 @@ def test_jobs_are_the_engines(tokens: int, routing: str) -> None:
     jobs = cut_jobs(rows, hidden, -(-intermediate // (32 * nodes)) * 32)
     assert nodes * len(jobs) == calls[-1]["jobs"]
     assert sum(job.rows for job in jobs) == tokens * top_k
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("shape", "tokens", "routing"),
+    [
+        (ExpertsShape(6, 96, 160, 2, 0), 40, "uniform"),
+        (ExpertsShape(6, 96, 160, 2, 16), 40, "uniform"),
+        (ExpertsShape(40, 256, 384, 2, 8), 60, "uniform"),  # many jobs: the last ones are cut finer
+        (ExpertsShape(6, 320, 416, 2, 48), 1500, "concentrated:2"),  # chunks of experts
+        (ExpertsShape(16, 4096, 32, 8, 0), 480, "uniform"),  # more jobs than there is memory for
+        (ExpertsShape(16, 4096, 96, 8, 16), 480, "uniform"),
+        (ExpertsShape(16, 4096, 32, 8, 48), 480, "uniform"),
+    ],
+)
+def test_slots_and_tasks_are_the_engines(shape: ExpertsShape, tokens: int, routing: str, threads: int) -> None:
+    before = moesaic.get_num_threads()
+    moesaic.set_num_threads(threads)
+    _core.reset_timers()
+    _core.set_timers_enabled(True)
+    try:
+        measured = measure_layer(LayerCase(shape, tokens, routing), 1)
+        calls, _ = _core.calls()
+    finally:
+        _core.set_timers_enabled(False)
+        moesaic.set_num_threads(before)
+    told = model(threads)
+    jobs = cut_jobs(measured.rows, shape.hidden, shape.intermediate)
+    for kind in ("forward", "backward"):
+        call = next(call for call in calls if call["kind"] == kind)
+        slots = job_slots(shape, jobs, threads, 1, backward=kind == "backward")
+        prediction = getattr(told, kind)(shape, measured.rows)
+        assert (call["jobs"], call["job_slots"], call["job_tasks"]) == (len(jobs), slots, prediction.tasks), kind
 
 
 rows_of_experts = st.lists(st.integers(0, 900), min_size=1, max_size=40).filter(any)

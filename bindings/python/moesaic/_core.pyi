@@ -54,6 +54,8 @@ class CallRecord(TypedDict):
     threads: int
     tokens: int
     jobs: int
+    job_slots: int
+    job_tasks: int
     begin_ns: int
     engine_begin_ns: int
     engine_end_ns: int

@@ -125,9 +125,11 @@ class LayerModel:
         shards = self._shards(shape)
         shard = _shard_of(shape, shards)
         jobs = cut_jobs(rows, shard.hidden, shard.intermediate)
+        chunks = not all(job.first for job in jobs)
         groups: dict[str, Work] = {}
         for (count, first), times in Counter((job.rows, job.first) for job in jobs).items():
-            for _, phase, work in self._stages(shard, Job(0, count, first), backward=backward):
+            stages = self._stages(shard, Job(0, count, first), backward=backward, chunks=chunks)
+            for phase, work in (part for _, parts in stages for part in parts):
                 of_all = {unit: shards * times * amount for unit, amount in work.items()}
                 _add(groups.setdefault(phase, {}), of_all)
         for phase, work in _outside_jobs(shape, rows, shards, backward=backward):
@@ -147,13 +149,14 @@ class LayerModel:
         # To each node its shard is an expert with a smaller I, and all nodes are equal: one is as long as all of them.
         shard = _shard_of(shape, shards)
         jobs = cut_jobs(rows, shard.hidden, shard.intermediate)
+        chunks = not all(job.first for job in jobs)
         phases: dict[str, float] = {}
         chains: list[list[Stage]] = []
         known: dict[tuple[int, bool], tuple[list[Stage], list[tuple[str, float]]]] = {}
         for job in jobs:
             key = (job.rows, job.first)
             if key not in known:
-                known[key] = self._chain(shard, job, backward=backward)
+                known[key] = self._chain(shard, job, backward=backward, chunks=chunks)
             chain, times = known[key]
             chains.append(chain)
             for phase, ms in times:
@@ -176,21 +179,22 @@ class LayerModel:
         idle = wall * threads - busy
         return LayerPrediction(wall, phases, idle, shards * len(jobs), shards * schedule.tasks, flops, dram)
 
-    def _chain(self, shape: ExpertsShape, job: Job, *, backward: bool) -> tuple[list[Stage], list[tuple[str, float]]]:
+    def _chain(
+        self, shape: ExpertsShape, job: Job, *, backward: bool, chunks: bool
+    ) -> tuple[list[Stage], list[tuple[str, float]]]:
         chain: list[Stage] = []
         times = []
-        for cut, phase, work in self._stages(shape, job, backward=backward):
-            ms = self.rates.thread_ms(work)
-            times.append((phase, ms))
-            if chain and chain[-1].cut is cut:
-                chain[-1] = Stage(cut, chain[-1].thread_ms + ms)
-            else:
-                chain.append(Stage(cut, ms))
+        for cut, parts in self._stages(shape, job, backward=backward, chunks=chunks):
+            of_stage = [(phase, self.rates.thread_ms(work)) for phase, work in parts]
+            times += of_stage
+            chain.append(Stage(cut, sum(ms for _, ms in of_stage)))
         return chain, times
 
-    def _stages(self, shape: ExpertsShape, job: Job, *, backward: bool) -> list[tuple[Cut, str, Work]]:
+    def _stages(
+        self, shape: ExpertsShape, job: Job, *, backward: bool, chunks: bool
+    ) -> list[tuple[Cut, list[tuple[str, Work]]]]:
         stages = _JobStages(self.products, shape, job)
-        return stages.backward() if backward else stages.forward()
+        return stages.backward(chunks=chunks) if backward else stages.forward()
 
     def limits(self, shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> tuple[float, float]:
         """Flops of a call, and the bytes that must cross the memory bus at least once."""
@@ -204,61 +208,73 @@ class LayerModel:
 
 
 class _JobStages:
-    """The stages of one job, in the order in which they are computed: (what its parts are ranges of, group of phases,
-    work)."""
+    """The stages of one job as the engine has them (`moe/forward.cc`, `moe/backward.cc`; a test compares how many tasks
+    they are): what a stage's parts are ranges of, and its work by group of phases."""
 
     def __init__(self, products: Products, shape: ExpertsShape, job: Job) -> None:
         self._products, self._shape, self._job = products, shape, job
         self._lanes = round_up(job.rows, 16)  # rows that elementwise kernels compute
         # An intermediate of the adapters has two bf16 parts: of ranks up to 16 they share one step of a contraction.
         self._parts = 1 if shape.rank <= 16 else 2
-        self._found: list[tuple[Cut, str, Work]] = []
+        self._found: list[tuple[Cut, list[tuple[str, Work]]]] = []
 
-    def forward(self) -> list[tuple[Cut, str, Work]]:
-        """pack_input, gate_up_lora; gate_up_gemm and activation; down_lora; down_gemm."""
+    def forward(self) -> list[tuple[Cut, list[tuple[str, Work]]]]:
+        """PackInput; GateUp, with the activation; DownLora; Down."""
         h, i, rank = self._shape.hidden, self._shape.intermediate, self._shape.rank
-        self._add(Cut.WHOLE, "pack_input", {"pack": self._lanes * h})
+        self._begin(Cut.WHOLE)
+        self._add("pack_input", {"pack": self._lanes * h})
         if rank:
-            self._add(Cut.WHOLE, "gate_up", {"low": self._low(h), "rank": self._job.rows * rank})
-        self._add(Cut.INTERMEDIATE, "gate_up", self._product("direct", h, 2 * i))
-        self._add(Cut.INTERMEDIATE, "activation", {"swiglu_forward": self._lanes * i})
+            self._add("gate_up", {"low": self._low(h), "rank": self._job.rows * rank})
+        self._begin(Cut.INTERMEDIATE)
+        self._add("gate_up", self._product("direct", h, 2 * i))
+        self._add("activation", {"swiglu_forward": self._lanes * i})
+        self._begin(Cut.WHOLE)
         if rank:
-            self._add(Cut.WHOLE, "down", {"low": self._low(i), "rank": self._job.rows * rank})
-        self._add(Cut.HIDDEN, "down", self._product("unpack", i, h))
+            self._add("down", {"low": self._low(i), "rank": self._job.rows * rank})
+        self._begin(Cut.HIDDEN)
+        self._add("down", self._product("unpack", i, h))
         return self._found
 
-    def backward(self) -> list[tuple[Cut, str, Work]]:
-        """ScatterAndPack; DownBase, with the gradients that run along I; GateUpLora; SumHidden; GateUpBase."""
-        h, i, rank, rows = self._shape.hidden, self._shape.intermediate, self._shape.rank, self._job.rows
-        self._add(Cut.WHOLE, "scatter_pack", {"pack": self._lanes * h})
-        if rank:
-            self._add(Cut.WHOLE, "down_backward", {"low": self._low(h), "rank": 3 * rows * rank})
-        self._add(Cut.INTERMEDIATE, "down_backward", self._product("direct", h, i))
-        self._add(Cut.INTERMEDIATE, "activation_backward", {"swiglu_backward": self._lanes * i})
-        if rank:
-            self._adapter_gradients()
-        self._add(Cut.HIDDEN, "gate_up_backward", self._product("unpack", 2 * i, h))
-        return self._found
-
-    def _adapter_gradients(self) -> None:
+    def backward(self, *, chunks: bool) -> list[tuple[Cut, list[tuple[str, Work]]]]:
+        """ScatterAndPack; DownBase, with the gradients that run along I; SumIntermediate, where some experts have
+        several chunks; GateUpLora; SumHidden; GateUpBase."""
         h, i, rank, rows = self._shape.hidden, self._shape.intermediate, self._shape.rank, self._job.rows
         whole, padded = round_up(rows, 32), self._shape.padded_rank
-        self._add(Cut.INTERMEDIATE, "activation_backward", {"transpose": 3 * whole * i})
-        # dA of down takes both parts of Q, dB of gate and up one of U each.
-        self._add(Cut.INTERMEDIATE, "down_backward", {"low": self._parts * self._low(i)})
-        self._add(Cut.INTERMEDIATE, "gate_up_backward", {"low": 2 * self._low(i)})
-        if not self._job.first:
-            self._add(Cut.INTERMEDIATE, "down_backward", {"partial": i * padded})
-            self._add(Cut.INTERMEDIATE, "gate_up_backward", {"partial": 2 * i * padded})
-        self._add(Cut.WHOLE, "gate_up_backward", {"low": self._low(2 * i), "rank": 2 * rows * rank})
-        # dA of gate and up takes rows of X gathered anew, and both parts of P without padding to a whole tile; dB of
-        # down the tiles of dO, transposed.
-        narrow = round_up(rank, 16) / padded
-        self._add(Cut.HIDDEN, "gate_up_backward", {"pack": self._lanes * h, "low": 2 * narrow * self._low(h)})
-        self._add(Cut.HIDDEN, "down_backward", {"transpose": whole * h, "low": self._low(h)})
+        self._begin(Cut.WHOLE)
+        self._add("scatter_pack", {"pack": self._lanes * h})
+        if rank:
+            self._add("down_backward", {"low": self._low(h), "rank": 3 * rows * rank})
+        self._begin(Cut.INTERMEDIATE)
+        self._add("down_backward", self._product("direct", h, i))
+        self._add("activation_backward", {"swiglu_backward": self._lanes * i})
+        if rank:
+            self._add("activation_backward", {"transpose": 3 * whole * i})
+            # dA of down takes both parts of Q, dB of gate and up one of U each.
+            self._add("down_backward", {"low": self._parts * self._low(i)})
+            self._add("gate_up_backward", {"low": 2 * self._low(i)})
+        if rank and chunks:
+            self._begin(Cut.INTERMEDIATE)
+            more = 0 if self._job.first else i * padded
+            self._add("down_backward", {"partial": more})
+            self._add("gate_up_backward", {"partial": 2 * more})
+        self._begin(Cut.WHOLE)
+        if rank:
+            self._add("gate_up_backward", {"low": self._low(2 * i), "rank": 2 * rows * rank})
+            # dA of gate and up takes rows of X gathered anew, and both parts of P without padding to a whole tile; dB
+            # of down the tiles of dO, transposed.
+            narrow = round_up(rank, 16) / padded
+            self._begin(Cut.HIDDEN)
+            self._add("gate_up_backward", {"pack": self._lanes * h, "low": 2 * narrow * self._low(h)})
+            self._add("down_backward", {"transpose": whole * h, "low": self._low(h)})
+        self._begin(Cut.HIDDEN)
+        self._add("gate_up_backward", self._product("unpack", 2 * i, h))
+        return self._found
 
-    def _add(self, cut: Cut, phase: str, work: Work) -> None:
-        self._found.append((cut, phase, work))
+    def _begin(self, cut: Cut) -> None:
+        self._found.append((cut, []))
+
+    def _add(self, phase: str, work: Work) -> None:
+        self._found[-1][1].append((phase, work))
 
     def _product(self, form: str, k: int, n: int) -> Work:
         """A base product, with the adapter as a further part of its contraction."""
@@ -311,13 +327,27 @@ def _outside_jobs(shape: ExpertsShape, rows: Sequence[int], shards: int, *, back
 
 
 def job_slots(shape: ExpertsShape, jobs: Sequence[Job], threads: int, shards: int, *, backward: bool) -> int:
-    """Jobs of each shard whose activations fit the scratch memory at a time: Pass::Allocate() of the engine."""
+    """Jobs of each shard whose activations fit the scratch memory at a time: Pass::Allocate() of the engine, where
+    adapters leave as much as jobs may take. A test compares it with the engine."""
     rows = round_up(max((job.rows for job in jobs), default=1), 32)
-    h, i, r = round_up(shape.hidden, 32), round_up(shape.intermediate, 32), shape.padded_rank
-    values = h + i + 4 * r if not backward else h + 2 * i + 13 * r
-    job_bytes = 2 * rows * values + (4 * ceil_div(i, 128) * rows if backward else 0)
+    h, i, rank = shape.hidden, shape.intermediate, shape.rank
+    split = _tile_bytes(rows, rank) * (1 if rank <= 16 else 2)
+    job_bytes = _tile_bytes(rows, h) + _tile_bytes(rows, i) + 2 * split
+    if backward:
+        # dU; partial sums of dw; P, U, V and Q along the rows; sums of further chunks.
+        job_bytes += _tile_bytes(rows, i) + 4 * ceil_div(i, 128) * rows
+        job_bytes += 6 * _tile_bytes(shape.padded_rank, rows)
+        if not all(job.first for job in jobs):
+            job_bytes += 3 * 4 * round_up(i, 32) * shape.padded_rank
     budget = (20 + 5 * threads) * _MIB
     return min(max(budget // (job_bytes * shards), 1), max(len(jobs), 1))
+
+
+def _tile_bytes(rows: int, columns: int) -> int:
+    """TileMatrix::Activations: never a multiple of four panels from a column to the next, which would share sets of a
+    cache."""
+    panels = ceil_div(rows, 16)
+    return 1024 * (panels + (panels % 4 == 0)) * ceil_div(columns, 32) if panels else 0
 
 
 def _add(to: Work, amounts: Mapping[str, float]) -> None:

@@ -131,17 +131,18 @@ def run_jobs(jobs: Sequence[Sequence[Stage]], cut: JobCut, threads: int, slots: 
     """
     first_tail = len(jobs) - cut.tail_jobs
     chains: list[list[tuple[int, float]]] = []
+    tasks = 0
     for index, stages in enumerate(jobs):
         chain: list[tuple[int, float]] = []
         for stage in stages:
             parts = cut.parts(stage.cut, tail=index >= first_tail)
+            tasks += parts
             if chain and parts == 1 and chain[-1][0] == 1:
                 chain[-1] = (1, chain[-1][1] + stage.thread_ms + task_ms)  # the same worker goes on
             else:
                 chain.append((parts, stage.thread_ms / parts + task_ms))
         chains.append(chain)
     busy = sum(parts * each for chain in chains for parts, each in chain)
-    tasks = sum(parts for chain in chains for parts, _ in chain)
     return Schedule(_makespan(chains, threads, slots), busy, tasks)
 
 
