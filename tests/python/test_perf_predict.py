@@ -175,7 +175,6 @@ def test_check_compares_what_it_runs(
     monkeypatch.setattr(check, "layer_cases", lambda *, full: small)
     disturbed = False
     monkeypatch.setattr(perf.machine.Kernels, "undisturbed", lambda self, isa: not disturbed)
-    monkeypatch.setattr(check, "_MOST_GEMM_SECONDS", 0.2)
     code = main(["predict", "--check", "--json", "--reps", "2", "--only", "gemm", "--only", "layer"])
     document = json.loads(capsys.readouterr().out)
     groups = [row["group"] for row in document["summary"]]
@@ -186,13 +185,40 @@ def test_check_compares_what_it_runs(
         assert pair["error"] == pytest.approx(pair["predicted_ms"] / pair["measured_ms"] - 1)
     # What others disturb says nothing, and a check that could run nothing does not hold.
     disturbed = True
-    assert main(["predict", "--check", "--json", "--reps", "2", "--only", "gemm"]) == 1
+    assert main(["predict", "--check", "--json", "--reps", "2", "--only", "gemm", "--seconds", "1"]) == 1
     nothing = json.loads(capsys.readouterr().out)
     assert nothing["pairs"] == [] and nothing["left_out"]["gemm"].startswith("2 of 2 shapes")
     # The rates are kept, and used by the next prediction for this machine.
     assert document["rates"] is not None
     kept = perf.LayerRates.of(machine, 2)
     assert {name: getattr(kept, name) for name in perf.LayerRates.names()} == document["rates"]
+
+
+def test_the_clock_of_one_thread(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Inside of the check the engine's clock is the thread's own, and on one thread."""
+    import time
+
+    import moesaic
+    from moesaic import _core
+
+    seen: list[tuple[int, bool]] = []
+
+    def run_check(*args: object) -> dict[str, object]:
+        own, engine = time.thread_time_ns(), _core.clock_ns()
+        seen.append((moesaic.get_num_threads(), abs(engine - own) < 1e9))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(check, "run_check", run_check)
+    monkeypatch.setattr(perf.Machine, "here", classmethod(lambda cls: perf.Machine.named("zen5-2c")))
+    for command in ("predict", "tune"):
+        assert main([command, "--check", "--clock", "cpu"]) == 2
+        assert "--threads 1" in capsys.readouterr().err
+    moesaic.set_num_threads(2)
+    with pytest.raises(ValueError, match="enough"):
+        main(["predict", "--check", "--clock", "cpu", "--threads", "1"])
+    assert seen == [(1, True)]
+    assert abs(_core.clock_ns() - time.perf_counter_ns()) < 1e9  # afterwards it is everybody's again
+    moesaic.set_num_threads(2)
 
 
 def test_the_distribution_of_errors() -> None:

@@ -72,6 +72,9 @@ def add_parser(commands: Any) -> None:
     check.add_argument("--only", choices=("gemm", "layer", "step"), action="append", help="only these parts")
     check.add_argument("--reps", type=options.positive, default=7, metavar="R", help="repetitions (default 7)")
     check.add_argument(
+        "--seconds", type=options.positive, default=12, metavar="S", help="for those of a case (default 12)"
+    )
+    check.add_argument(
         "--statistic", choices=("median", "least"), default="median", help="of them; least where others use the host"
     )
     options.add_clock(check)
@@ -241,6 +244,7 @@ def _check(args: argparse.Namespace) -> int:
         statistic=min if args.statistic == "least" else statistics.median,
         full=args.full,
         recalibrate=args.calibrate,
+        seconds=args.seconds,
     )
     if args.only:
         plan = replace(plan, parts=tuple(args.only))

@@ -26,7 +26,8 @@ Statistic = Callable[[Sequence[float]], float]
 
 
 _PRIOR_WEIGHT = 0.03  # against the relative error of one group of phases in one case
-_MOST_SECONDS = 12.0  # for the repetitions of a case, if three are done
+MOST_SECONDS = 12.0
+"""For the repetitions of a case, if three are done."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def measure_layer(
     repetitions: int,
     statistic: Statistic = statistics.median,
     undisturbed: Callable[[], bool] = lambda: True,
+    seconds: float = MOST_SECONDS,
 ) -> MeasuredLayer:
     """Runs forward and backward of a case, as `ExpertsLayer` offers them, with an adapter in PEFT's layout.
 
@@ -121,6 +123,7 @@ def measure_layer(
         statistic: what is taken of the repetitions: the median, or the least on a host that others use.
         undisturbed: whether nobody else uses the host just now. Repetitions before or after which somebody does are
             made again; where they all are, they count for want of better ones.
+        seconds: for the repetitions, timed and profiled ones each, if three are done.
     """
     s = case.shape
     shape = LayerShape(s.experts, s.hidden, s.intermediate, s.top_k, s.rank)
@@ -156,8 +159,8 @@ def measure_layer(
             by_name[row["name"]] = by_name.get(row["name"], 0.0) + row["thread_ms"]
         return {group: sum(by_name.get(name, 0.0) for name in names) for group, names in _TIMERS.items()}
 
-    times, any_undisturbed = repeat_undisturbed(call, repetitions, undisturbed)
-    phases, _ = repeat_undisturbed(profiled, repetitions, undisturbed)
+    times, any_undisturbed = repeat_undisturbed(call, repetitions, undisturbed, seconds)
+    phases, _ = repeat_undisturbed(profiled, repetitions, undisturbed, seconds)
     forward, backward = [f for f, _ in times], [b for _, b in times]
     whole = [f + b for f, b in times]
     rows = torch.bincount(batch.ids.flatten(), minlength=s.experts)
@@ -175,12 +178,14 @@ def measure_layer(
 T = TypeVar("T")
 
 
-def repeat_undisturbed(run: Callable[[], T], repetitions: int, undisturbed: Callable[[], bool]) -> tuple[list[T], bool]:
-    """Results of so many undisturbed runs, fewer where some seconds are over first; those of all runs, and False, where
-    none was undisturbed."""
+def repeat_undisturbed(
+    run: Callable[[], T], repetitions: int, undisturbed: Callable[[], bool], seconds: float
+) -> tuple[list[T], bool]:
+    """Results of so many undisturbed runs, fewer where so many seconds are over first; those of all runs, and False,
+    where none was undisturbed."""
     every: list[T] = []
     found: list[T] = []
-    until = time.perf_counter() + _MOST_SECONDS
+    until = time.perf_counter() + seconds
     before = undisturbed()
     while len(found) < repetitions and (len(every) < 3 or time.perf_counter() < until):
         every.append(run())
@@ -197,6 +202,7 @@ def calibrate(
     statistic: Statistic = statistics.median,
     progress: Callable[[str], None] = lambda text: None,
     cases: Sequence[LayerCase] | None = None,
+    seconds: float = MOST_SECONDS,
 ) -> LayerRates:
     """Rates of this host, in some ten seconds.
 
@@ -206,12 +212,13 @@ def calibrate(
         statistic: as for measure_layer().
         progress: is told which case is run.
         cases: what is run; None: calibration_cases().
+        seconds: as for measure_layer().
     """
     measured = []
     undisturbed = sentinel(model)
     for case in cases or calibration_cases(model.products.figures["l3_bytes"]):
         progress(f"calibrating: {case}")
-        measured.append(measure_layer(case, repetitions, statistic, undisturbed))
+        measured.append(measure_layer(case, repetitions, statistic, undisturbed, seconds))
     return fit(model, measured)
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moesaic.perf.calibration import LayerCase, Statistic, alone, calibrate, measure_layer, repeat_undisturbed, sentinel
+from moesaic import _core
+from moesaic.perf.calibration import MOST_SECONDS, LayerCase, Statistic, alone, calibrate, measure_layer, sentinel
 from moesaic.perf.gemm_evaluator import GemmEvaluator
 from moesaic.perf.layer_model import ExpertsShape, LayerModel
 from moesaic.perf.machine import Machine
@@ -31,7 +32,6 @@ BARS: dict[str, tuple[float, float | None]] = {
 
 
 _DISTURBED = "others used the host all the time"
-_MOST_GEMM_SECONDS = 3.0  # until the repetitions of a shape are undisturbed
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class CheckPlan:
         full: also layers of a gigabyte and more.
         recalibrate: fit the rates of the layers anew, even where some are kept.
         parts: which groups: 'gemm', 'layer', 'step'.
+        seconds: for the repetitions of a case, until they are undisturbed.
     """
 
     repetitions: int = 7
@@ -68,6 +69,7 @@ class CheckPlan:
     full: bool = False
     recalibrate: bool = False
     parts: Sequence[str] = ("gemm", "layer", "step")
+    seconds: float = MOST_SECONDS
 
 
 def gemm_shapes() -> Sequence[GemmShape]:
@@ -113,7 +115,7 @@ def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callabl
     if "layer" in plan.parts or "step" in plan.parts:
         rates = None if plan.recalibrate else _kept(path)
         if rates is None:
-            rates = calibrate(start, plan.repetitions, plan.statistic, progress)
+            rates = calibrate(start, plan.repetitions, plan.statistic, progress, seconds=plan.seconds)
             try:
                 rates.save(path)
             except OSError as error:
@@ -130,7 +132,7 @@ def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callabl
             pairs += _layers(model, plan, progress, left_out)
         if "step" in plan.parts:
             try:
-                pairs += _steps(model, plan, progress, left_out)
+                pairs += _steps(model, plan, progress)
             except ImportError as error:
                 left_out["step"] = f"transformers or PEFT is missing: {error}"
     return {
@@ -199,7 +201,7 @@ def _gemms(evaluator: GemmEvaluator, plan: CheckPlan, progress: Callable[[str], 
         name = f"{answer.configuration.form} {shape.groups} x {shape.m} x {shape.k} x {shape.n} {shape.output}"
         progress(name)
         timer = ShapeTimer(evaluator.isa, shape, evaluator.machine.l3_bytes)
-        (times,) = timer.undisturbed(kernels, [answer.configuration], plan.repetitions, _MOST_GEMM_SECONDS)
+        (times,) = timer.undisturbed(kernels, [answer.configuration], plan.repetitions, plan.seconds)
         if not times:
             continue
         spread = statistics.median(times) / min(times)
@@ -213,7 +215,7 @@ def _layers(
     pairs, undisturbed = [], sentinel(model)
     for case in layer_cases(full=plan.full):
         progress(str(case))
-        measured = measure_layer(case, plan.repetitions, plan.statistic, undisturbed)
+        measured = measure_layer(case, plan.repetitions, plan.statistic, undisturbed, plan.seconds)
         if not measured.undisturbed:
             left_out[str(case)] = _DISTURBED
             continue
@@ -230,17 +232,27 @@ def _layers(
     return pairs
 
 
-def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None], left_out: dict[str, str]) -> list[Pair]:
-    """The experts inside of training steps of the model of `make demo`, through transformers and PEFT."""
+def _engine_calls_ms(step: Callable[[], None]) -> list[float]:
+    """Milliseconds of each call of the engine in a step."""
+    import moesaic
+
+    with moesaic.profile():
+        step()
+        calls, _ = _core.calls()
+    return [(call["engine_end_ns"] - call["engine_begin_ns"]) * 1e-6 for call in calls]
+
+
+def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) -> list[Pair]:
+    """The experts inside of training steps of the model of `make demo`, through transformers and PEFT: each call of the
+    engine by the statistic of its own repetitions, for nobody leaves a host alone during a whole step."""
     import peft  # noqa: F401
     import torch
     import transformers  # noqa: F401
 
-    import moesaic
     from moesaic.commands import step_bench
 
     progress("a training step of the demo's model")
-    rank, undisturbed = 16, sentinel(model)
+    rank = 16
     network = step_bench._model(step_bench.MODELS["demo"], rank)
     pairs = []
     for tokens in (512, 192):
@@ -262,17 +274,12 @@ def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None], 
             forward += of_step.forward(shape, rows).milliseconds
             backward += of_step.backward(shape, rows).milliseconds
 
-        def engine_ms(step: Callable[[], None] = step) -> float:
-            with moesaic.profile() as profile:
-                step()
-            return step_bench._engine_ms(profile)
-
         name = f"demo model, {tokens} tokens, {len(calls)} layers"
-        times, any_undisturbed = repeat_undisturbed(engine_ms, plan.repetitions, undisturbed)
-        if not any_undisturbed:
-            left_out[name] = _DISTURBED
-            continue
+        runs = [_engine_calls_ms(step) for _ in range(plan.repetitions)]
+        of_calls = list(zip(*runs, strict=True))
+        least = sum(map(min, of_calls))
         # What a call takes outside of the engine is no part of what is measured here.
         predicted = forward + backward - 2 * len(calls) * model.rates.unit_ms("call")
-        pairs.append(Pair("step", name, predicted, plan.statistic(times), statistics.median(times) / min(times)))
+        spread = sum(map(statistics.median, of_calls)) / least
+        pairs.append(Pair("step", name, predicted, sum(map(plan.statistic, of_calls)), spread))
     return pairs
