@@ -65,8 +65,8 @@ inline constexpr std::int64_t kIntermediateUnit = 128;
 inline constexpr std::int64_t kMostStepBytes = std::int64_t{64} << 10;
 
 /// Blocking::unpack_depth for a contraction of so many right tiles with so many panels of activations. A slice's activations,
-/// 1 KB for a panel and a tile, stay in a quarter of L2 while the weights of a superblock of columns pass by; contractions whose
-/// activations stay in half of it are not cut.
+/// 1 KB for a panel and a tile, stay in a quarter of L2 while the weights of a superblock of columns pass by; contractions
+/// whose activations stay in half of it are not cut.
 std::int64_t UnpackSlice(std::int64_t tiles, std::int64_t panels, std::int64_t l2_bytes);
 
 Blocking ChooseBlocking(const BlockingQuery& query);
