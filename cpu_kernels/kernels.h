@@ -22,8 +22,9 @@ struct GemmSegment {
   TileMatrix activations;
 };
 
-/// What a GEMM brings to the L2 cache while it computes: weights of the next call, and `lines` cache lines from each of
-/// `others` on. Nothing where the pointers are null. A hint: AMX leaves weights alone that it meets once.
+/// What a GEMM brings to the L2 cache while it computes: the weights that the next call begins with, a cell's panels of them at
+/// its end, and `lines` cache lines from each of `others` on. Nothing where the pointers are null. A hint: AMX leaves weights
+/// alone that it meets once.
 struct PrefetchRange {
   TileMatrix weights;
   std::int64_t first_panel = 0;
@@ -63,7 +64,7 @@ struct UnpackGemmArgs {
   std::int64_t first_column = 0;
   std::int64_t columns = 0;  ///< columns of C / 32
   float* c = nullptr;        ///< [16 panels][ldc] fp32. With `rows`: null, or memory for the sums of `depth`, overwritten,
-                             ///< with ldc = 256
+                             ///< with ldc of at least 256
   std::int64_t ldc = 0;
   bool accumulate = false;    ///< start from C instead of 0 (only without rows)
   std::int64_t depth = 0;     ///< right tiles (32 rows of weights) of the contraction that are taken at a time, so that their

@@ -39,7 +39,8 @@ std::int64_t PartsForThreads(std::int64_t pieces, int threads) {
   return CeilDivide(std::int64_t{3} * threads, std::max<std::int64_t>(1, pieces));
 }
 
-std::int64_t UnpackSlice(std::int64_t tiles, std::int64_t panels, std::int64_t l2_bytes) {
+std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t panels, std::int64_t l2_bytes) {
+  if (matrix_unit) return panels > 2 ? 8 : 0;
   if (tiles * panels * 1024 <= l2_bytes / 2) return 0;
   return std::max<std::int64_t>(8, l2_bytes / 4096 / panels / 8 * 8);
 }
@@ -59,7 +60,8 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   // Every step is timed: four blocks together open a quarter of the ranges.
   blocking.blocks_per_step = std::clamp<std::int64_t>(kMostStepBytes / (256 * std::max<std::int64_t>(query.rows, 1)), 1, 4);
   // The longest contraction is that of gate and up, in backward.
-  blocking.unpack_depth = UnpackSlice(CeilDivide(query.intermediate, 16), CeilDivide(query.rows, 16), HostCaches().l2);
+  blocking.unpack_depth =
+      UnpackSlice(query.matrix_unit, CeilDivide(query.intermediate, 16), CeilDivide(query.rows, 16), HostCaches().l2);
   if (tasks == 1 && query.threads > 1) {
     blocking.tail_jobs = std::min<std::int64_t>(query.jobs, query.threads);
     blocking.tail_parts = 4;

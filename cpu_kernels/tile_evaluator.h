@@ -36,6 +36,7 @@ struct BlockingQuery {
   std::int64_t intermediate = 0;  ///< I
   int threads = 1;
   std::int64_t slots = std::numeric_limits<std::int64_t>::max();  ///< jobs that fit the scratch memory at a time
+  bool matrix_unit = false;  ///< products of tiles (KernelTier::unpack_overlaps), whose factors must come from near caches
 };
 
 struct Blocking {
@@ -64,10 +65,11 @@ inline constexpr std::int64_t kIntermediateUnit = 128;
 /// Bytes of the sums of a step's blocks, gate and up, where those are several.
 inline constexpr std::int64_t kMostStepBytes = std::int64_t{64} << 10;
 
-/// Blocking::unpack_depth for a contraction of so many right tiles with so many panels of activations. A slice's activations,
-/// 1 KB for a panel and a tile, stay in a quarter of L2 while the weights of a superblock of columns pass by; contractions
-/// whose activations stay in half of it are not cut.
-std::int64_t UnpackSlice(std::int64_t tiles, std::int64_t panels, std::int64_t l2_bytes);
+/// Blocking::unpack_depth for a contraction of so many right tiles with so many panels of activations. A matrix unit takes what
+/// stays in L1 as right factors, where those meet more than one cell's rows. Elsewhere a slice's activations, 1 KB for a panel
+/// and a tile, stay in a quarter of L2 while the weights of a superblock of columns pass by; contractions whose activations
+/// stay in half of it are not cut.
+std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t panels, std::int64_t l2_bytes);
 
 Blocking ChooseBlocking(const BlockingQuery& query);
 

@@ -98,7 +98,7 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   gemm.segments = segments;
   gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
   gemm.few_rows = FewRows(job);
-  gemm.ldc = gemm.activation_panels * kPanelRows;
+  gemm.ldc = SumsPitch(gemm.activation_panels * kPanelRows);
   const std::int64_t capacity = RoundUp(job.rows, kTileColumns), size = kTileColumns * gemm.ldc,
                      step = blocking.blocks_per_step;
   TileMatrix transposed = TileMatrix::Activations(nullptr, kTileColumns, capacity);
@@ -130,23 +130,16 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
       const double inner = InnerOfBlocks(job, first, end);
       PhaseRange range(Phase::kD3Gemm, {2.0 * job.rows * inner * config.hidden_size, 2.0 * inner * config.hidden_size},
                        {{Phase::kD4LoraGrad, {.flops = 2.0 * job.rows * inner * lora.down_rank()}}});
-      for (std::int64_t block = first; block < end; ++block) {
-        gemm.first_panel = 2 * block;
-        gemm.panels = std::min<std::int64_t>(2, down.panels - gemm.first_panel);
-        gemm.c = sums + (block - first) * size;
-        gemm.prefetch = {};
-        // G and U of this block come from memory, and are read as soon as the products are there.
-        gemm.prefetch.others[0] = args_.saved->gate + SavedOffset(job, block);
-        gemm.prefetch.others[1] = args_.saved->up + SavedOffset(job, block);
-        gemm.prefetch.lines = CeilDiv(kPanelRows * gemm.panels * job.rows, kTileColumns);
-        if (block + 1 < blocks.end) {
-          gemm.prefetch.weights = down;
-          gemm.prefetch.first_panel = gemm.first_panel + 2;
-          gemm.prefetch.panels = std::min<std::int64_t>(2, down.panels - gemm.prefetch.first_panel);
-          gemm.prefetch.columns = down.columns;
-        }
-        kernels.direct_gemm(gemm);
-      }
+      gemm.first_panel = 2 * first;
+      gemm.panels = std::min(2 * end, down.panels) - gemm.first_panel;
+      gemm.c = sums;
+      gemm.prefetch = {};
+      if (end < blocks.end) gemm.prefetch = {down, 2 * end, down.panels - 2 * end, 0, down.columns};
+      // G and U of these blocks come from memory, and are read as soon as the products are there.
+      gemm.prefetch.others[0] = args_.saved->gate + SavedOffset(job, first);
+      gemm.prefetch.others[1] = args_.saved->up + SavedOffset(job, first);
+      gemm.prefetch.lines = CeilDiv(kPanelRows * gemm.panels * job.rows, kTileColumns);
+      kernels.direct_gemm(gemm);
     }
     {
       PhaseRange range(Phase::kA1SiluBackward);

@@ -171,7 +171,7 @@ class ForwardPass : public Pass {
     DirectGemmArgs gemm;
     gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
     gemm.few_rows = FewRows(job);
-    gemm.ldc = gemm.activation_panels * kPanelRows;
+    gemm.ldc = SumsPitch(gemm.activation_panels * kPanelRows);
     const std::int64_t size = kTileColumns * gemm.ldc;  // of a block's sums
     auto* sums =
         static_cast<float*>(ThreadScratch(2 * blocking.blocks_per_step * size * static_cast<std::int64_t>(sizeof(float))));
@@ -182,28 +182,23 @@ class ForwardPass : public Pass {
         const double outputs = 2.0 * job.rows * InnerOfBlocks(job, first, end), hidden = config.hidden_size;
         PhaseRange range(Phase::kGateUpGemm, {2 * outputs * hidden, 4.0 * InnerOfBlocks(job, first, end) * hidden},
                          {{Phase::kGateUpLora, {.flops = 2 * outputs * lora.input_rank()}}});
-        for (std::int64_t block = first; block < end; ++block) {
-          gemm.first_panel = 2 * block;
-          gemm.panels = std::min<std::int64_t>(2, gate.panels - gemm.first_panel);
-          gemm.segments = gate_segments;
-          gemm.c = sums + 2 * (block - first) * size;
-          gemm.prefetch = {up, gemm.first_panel, gemm.panels, 0, up.columns};
-          kernels.direct_gemm(gemm);
-          gemm.segments = up_segments;
-          gemm.c += size;
-          gemm.prefetch = {};
-          if (block + 1 < blocks.end) {
-            const std::int64_t next = gemm.first_panel + 2;
-            gemm.prefetch = {gate, next, std::min<std::int64_t>(2, gate.panels - next), 0, gate.columns};
-          }
-          kernels.direct_gemm(gemm);
-        }
+        gemm.first_panel = 2 * first;
+        gemm.panels = std::min(2 * end, gate.panels) - gemm.first_panel;
+        gemm.segments = gate_segments;
+        gemm.c = sums;
+        gemm.prefetch = {up, gemm.first_panel, gemm.panels, 0, up.columns};
+        kernels.direct_gemm(gemm);
+        gemm.segments = up_segments;
+        gemm.c = sums + (end - first) * size;
+        gemm.prefetch = {};
+        if (end < blocks.end) gemm.prefetch = {gate, 2 * end, gate.panels - 2 * end, 0, gate.columns};
+        kernels.direct_gemm(gemm);
       }
       PhaseRange range(Phase::kActivation);
       for (std::int64_t block = first; block < end; ++block) {
         SwigluForwardArgs swiglu;
-        swiglu.gate = sums + 2 * (block - first) * size;
-        swiglu.up = swiglu.gate + size;
+        swiglu.gate = sums + (block - first) * size;
+        swiglu.up = swiglu.gate + (end - first) * size;
         swiglu.ld = gemm.ldc;
         swiglu.tokens = job.rows;
         swiglu.rows = std::min(kTileColumns, InnerOf(job) - block * kTileColumns);

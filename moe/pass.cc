@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::int64_t kBlocksPerUnit = kIntermediateUnit / kTileColumns;
 /// Columns whose sums wait while the unpack form takes a contraction in slices.
-constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns;
+constexpr std::int64_t kSumsPitch = SumsPitch(kSuperblock * kTileColumns);
 /// Large buffers are whole huge pages: jobs, adapters, and those that grow with T.
 constexpr std::int64_t kRounding = std::int64_t{12} << 20;
 
@@ -111,6 +111,7 @@ void Pass::Allocate(std::int64_t job_bytes) {
   query.hidden = config.hidden_size;
   query.intermediate = LargestShard(shards);
   query.threads = threads;
+  query.matrix_unit = kernels.unpack_overlaps;
   const std::int64_t lora_bytes = lora.any() ? BindLora() : 0;
   const std::int64_t thread_bytes = threads * StageScratchBytes();
   const std::int64_t rest = ScratchBudget(threads) - kRounding - lora_bytes - thread_bytes;
@@ -130,10 +131,10 @@ std::int64_t Pass::StageScratchBytes() const {
   // Unpacked weights, two tile columns of 64 bytes a row: those of both base products of a stage and of the adapters' two
   // parts.
   const std::int64_t unpacked = 256 * (RoundUp(LargestShard(shards), kTileColumns) + rank);
-  // The low rank products hold two fp32 blocks of [rows][rank]; those of a step's blocks of I, 32 fp32 columns each and three
-  // times as many in bf16; those of long contractions, the sums of a superblock of columns.
-  const std::int64_t steps = 320 * std::max(most_rows, kMostStepBytes / 256);
-  return unpacked + std::max({8 * rank * most_rows, steps, 4 * kSumColumns * most_rows}) + 256;
+  // The low rank products hold two fp32 blocks of [rows][rank]; those of a step's blocks of I, 32 fp32 columns each with a
+  // cache line more a row and three times as many in bf16; those of slices, the sums of a superblock of columns.
+  const std::int64_t steps = 384 * std::max(most_rows, kMostStepBytes / 256);
+  return unpacked + std::max({8 * rank * most_rows, steps, 4 * kSumsPitch * most_rows}) + 256;
 }
 
 /// Experts with rows take consecutive places in the ring; a group's places are freed when its gradients are written.
@@ -202,11 +203,11 @@ void Pass::MultiplyToRows(const Job& job, std::span<const GemmSegment> segments,
   gemm.columns = columns.end - columns.begin;
   gemm.rows = rows;
   const std::int64_t unpacked = UnpackScratchElements(segments);
-  const std::int64_t sums = blocking.unpack_depth > 0 ? gemm.panels * kPanelRows * kSumColumns : 0;
+  const std::int64_t sums = blocking.unpack_depth > 0 ? gemm.panels * kPanelRows * kSumsPitch : 0;
   Carver carver(ThreadScratch(2 * unpacked + 4 * sums + 128));
   gemm.scratch = carver.Take<BFloat16>(unpacked);
   if (sums > 0) gemm.c = carver.Take<float>(sums);
-  gemm.ldc = kSumColumns;
+  gemm.ldc = kSumsPitch;
   gemm.depth = blocking.unpack_depth;
   kernels.unpack_gemm(gemm);
 }

@@ -1,6 +1,6 @@
-// The AMX cell: 2 x 2 tiles of C (32 x 32), four products for four tile loads at each step. Written against a tile interface
-// with two implementations, the instructions (amx_tiles.h) and an emulation in plain C++ (emulated_tiles.h), so that blocking
-// and edges are the same code on every host.
+// The AMX cell: up to 2 x 2 tiles of C (32 x 32), four products for four tile loads at each step. Written against a tile
+// interface with two implementations, the instructions (amx_tiles.h) and an emulation in plain C++ (emulated_tiles.h), so that
+// blocking and edges are the same code on every host.
 //
 //   struct Tiles {  // eight registers of 16 rows x 64 bytes
 //     void Zero<t>();  void Load<t>(const void* rows, std::int64_t stride_bytes);  void Store<t>(void* rows, stride_bytes);
@@ -23,7 +23,11 @@ struct AmxCell {
   using Product = void;
   using Scope = typename Tiles::Scope;
 
-  // Registers: C in 0..3, left factors in 4 and 5, right factors in 6 and 7.
+  /// Two panels of so many tiles, 16 KB, stay in L1 even where another hardware thread has its half.
+  static constexpr std::int64_t kSliceTiles = 8;
+
+  // Registers: C in 0..3, left factors in 4 and 5, the right one in 6. No more than a step needs: two hardware threads of a
+  // core share its physical tile registers, and with all eight names of both in use next to none is left to load ahead into.
   template <int NA, int NB, class Aside>
   static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside) {
     Tiles tiles;
@@ -45,16 +49,18 @@ struct AmxCell {
       const BFloat16 *a0 = run.a[0], *a1 = run.a[1], *b0 = run.b[0], *b1 = run.b[1];
       for (std::int64_t k = 0; k < run.length; ++k) {
         tiles.template Load<4>(a0 + k * run.a_stride, 64);
+        if constexpr (NA == 2 && NB == 2) tiles.template Load<5>(a1 + k * run.a_stride, 64);
         tiles.template Load<6>(b0 + k * run.b_stride, 64);
         tiles.template MultiplyAdd<0, 4, 6>();
-        if constexpr (NB == 2) {
-          tiles.template Load<7>(b1 + k * run.b_stride, 64);
-          tiles.template MultiplyAdd<1, 4, 7>();
+        if constexpr (NA == 2 && NB == 1) {
+          tiles.template Load<4>(a1 + k * run.a_stride, 64);
+          tiles.template MultiplyAdd<2, 4, 6>();
         }
-        if constexpr (NA == 2) {
-          tiles.template Load<5>(a1 + k * run.a_stride, 64);
-          tiles.template MultiplyAdd<2, 5, 6>();
-          if constexpr (NB == 2) tiles.template MultiplyAdd<3, 5, 7>();
+        if constexpr (NA == 2 && NB == 2) tiles.template MultiplyAdd<2, 5, 6>();
+        if constexpr (NB == 2) {
+          tiles.template Load<6>(b1 + k * run.b_stride, 64);
+          tiles.template MultiplyAdd<1, 4, 6>();
+          if constexpr (NA == 2) tiles.template MultiplyAdd<3, 5, 6>();
         }
         aside.Step();
       }

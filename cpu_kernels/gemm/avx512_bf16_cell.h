@@ -21,6 +21,7 @@ struct Avx512Bf16Cell {
   static constexpr int kMaxA = 1;
   static constexpr int kMaxB = 3;
   static constexpr bool kVectorsIdle = false;
+  static constexpr std::int64_t kSliceTiles = 0;
   using Product = Avx512Bf16Product;
   struct Scope {};
 

@@ -160,10 +160,15 @@ void FewRowsDirect(const DirectGemmArgs& args) {
   const std::int64_t rows = args.few_rows;
   std::int64_t steps = 0;
   for (const GemmSegment& segment : args.segments) steps += segment.weights.columns;
-  steps *= args.panels * CeilDiv(rows, kFewRowsGroup) * (rows == 1 ? 1 : rows == 2 ? 2 : 4);
-  Prefetcher prefetcher(args.prefetch, steps);
+  steps *= CeilDiv(rows, kFewRowsGroup) * (rows == 1 ? 1 : rows == 2 ? 2 : 4);
+  const DirectSlices whole(args.segments, 0);
+  const std::int64_t pieces = CeilDiv(args.panels, 2);
   for (std::int64_t p = 0; p < args.panels; p += 2) {
     const int panels = Least(2, args.panels - p);
+    const bool last = p + panels == args.panels;
+    const PrefetchRange ahead =
+        PieceAhead(args, last ? std::span<const SlicePart>() : whole.parts(), p + panels, 2, p / 2, pieces);
+    Prefetcher prefetcher(ahead, steps * panels);
     alignas(64) FewRowsSums sums[2][kMostFewRows];
     std::memset(sums, 0, sizeof(sums));
     FewRowsUnit units[kFewRowsUnits];
@@ -174,7 +179,7 @@ void FewRowsDirect(const DirectGemmArgs& args) {
       for (std::int64_t k = 0; k < segment.weights.columns;) {
         TileRun runs[2];
         for (int a = 0; a < panels; ++a) {
-          runs[a] = WeightRun(segment.weights, args.first_panel + p + a, k, decoded);
+          runs[a] = WeightRun(segment.weights, args.first_panel + p + a, k, segment.weights.columns, decoded);
           if (segment.weights.codec != nullptr) decoded += runs[a].length * kTileElements;
         }
         for (std::int64_t done = 0; done < runs[0].length; done += kSuperblock) {

@@ -18,6 +18,7 @@ struct OneDnnCell {
   static constexpr int kMaxA = 2;
   static constexpr int kMaxB = 2;
   static constexpr bool kVectorsIdle = false;
+  static constexpr std::int64_t kSliceTiles = 0;
   using Product = void;
   using Scope = OneDnnOnThisThread;
 

@@ -27,6 +27,10 @@ inline constexpr std::int64_t kSuperblock = 8;  ///< panels and tile columns of 
 MOESAIC_INLINE std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 MOESAIC_INLINE std::int64_t RoundUp(std::int64_t a, std::int64_t b) { return CeilDiv(a, b) * b; }
 
+/// Elements from one row of fp32 sums to the next: `columns`, a multiple of 16, and a cache line more where rows would
+/// otherwise lie a multiple of 256 bytes apart and a tile's rows share a few sets of L1.
+MOESAIC_INLINE constexpr std::int64_t SumsPitch(std::int64_t columns) { return columns % 64 == 0 ? columns + 16 : columns; }
+
 /// Position inside a stored tile's row of column 0 <= column < 32.
 MOESAIC_INLINE constexpr std::int64_t StoredPosition(std::int64_t column) {
   return (column % 16) / 4 * 8 + column % 4 + column / 16 * 4;

@@ -50,6 +50,7 @@ struct WidenCell {
   static constexpr int kMaxA = 1;
   static constexpr int kMaxB = 3;
   static constexpr bool kVectorsIdle = false;
+  static constexpr std::int64_t kSliceTiles = 0;
   using Product = std::conditional_t<kLanes == 16, WidenProduct, void>;
   struct Scope {};
 

@@ -36,7 +36,8 @@ Axes AxesOf(const GemmProblem& problem, const MachineModel& machine) {
   };
   const auto columns = [&](std::int64_t target) { return std::min(all_columns, target); };
   // As the engine's layer cuts it where it does, but no more than keeps what is prefetched in L2.
-  const std::int64_t slice = UnpackSlice(CeilDiv(problem.k, kTileColumns), CeilDiv(rows, kPanelRows), machine.cache_bytes[1]);
+  const std::int64_t slice = UnpackSlice(machine.kernel.unpack_overlaps, CeilDiv(problem.k, kTileColumns),
+                                         CeilDiv(rows, kPanelRows), machine.cache_bytes[1]);
   const bool cut = problem.form == GemmForm::kUnpack && slice > 0;
   const std::int64_t depth = std::min(4 * kDepthGrid, cut ? slice * kTileColumns : 4 * kDepthGrid);
   return {

@@ -361,7 +361,7 @@ TEST_P(GemmRandom, UnpackFormToRows) {
       if (i % 5 != 3) rows[static_cast<std::size_t>(i)] = memory.As<BFloat16>() + (shape.m - 1 - i) * width;
     }
     problem.args.rows = rows.data();
-    problem.args.ldc = 256;
+    problem.args.ldc = SumsPitch(256);
     const PoisonedBuffer sums(problem.args.panels * 16 * problem.args.ldc * 4);
     for (const std::int64_t depth : {0, 8, 24}) {
       problem.args.depth = depth;

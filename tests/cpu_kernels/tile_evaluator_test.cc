@@ -36,12 +36,13 @@ TEST(TileEvaluator, BlockingIsLegalForAnyCall) {
 
 TEST(TileEvaluator, LongContractionsAreCutSoThatASliceStaysInCache) {
   constexpr std::int64_t kL2 = 2 << 20;
-  EXPECT_EQ(UnpackSlice(64, 16, kL2), 0);  // 1 MB: half of it
+  EXPECT_EQ(UnpackSlice(false, 64, 16, kL2), 0);  // 1 MB: half of it
   for (const std::int64_t panels : {2, 9, 24, 100, 1000}) {
-    const std::int64_t slice = UnpackSlice(2000, panels, kL2);
+    const std::int64_t slice = UnpackSlice(false, 2000, panels, kL2);
     EXPECT_GE(slice, 8);
     EXPECT_EQ(slice % 8, 0);  // superblocks
     EXPECT_TRUE(slice == 8 || slice * panels * 1024 <= kL2 / 4);
+    EXPECT_EQ(UnpackSlice(true, 2000, panels, kL2), panels > 2 ? 8 : 0);  // right factors in L1
   }
 }
 
