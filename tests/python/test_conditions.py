@@ -292,8 +292,8 @@ def test_other_interpreters_are_refused(run_python: RunPython) -> None:
                 failure = interpreters.run_string(other, '''
             try:
                 import moesaic
-            except ImportError:
-                pass
+            except ImportError as error:
+                assert "main interpreter" in str(error), error
             else:
                 raise SystemExit("imported")
             ''')

@@ -5,17 +5,13 @@
 transformers and PEFT.
 """
 
-import importlib as _importlib
 import os as _os
-import sys as _sys
 
-_interpreters = _importlib.import_module("_interpreters" if _sys.version_info >= (3, 13) else "_xxsubinterpreters")
-if _interpreters.get_current() != _interpreters.get_main():
-    raise ImportError(
-        "moesaic runs in the main interpreter only: PyTorch and the engine's threads exist once in a process"
-    )
+# Before PyTorch, which says nothing of use in another interpreter.
+from moesaic import main_interpreter as _main_interpreter  # noqa: F401
 
-# First, so that the engine's OpenMP is the one that PyTorch brought, and both share one team of threads.
+# isort: split
+# Before the rest, so that the engine's OpenMP is the one that PyTorch brought, and both share one team of threads.
 import torch as _torch  # noqa: F401
 
 from moesaic import nn, perf, sampling
