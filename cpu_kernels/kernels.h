@@ -217,7 +217,7 @@ using TransposeFunction = void (*)(const float* const* rows, float* out, std::in
 /// One tier of kernels.
 struct KernelTier {
   const char* name;
-  std::int64_t left_panels;    ///< of one cell (tile_gemm.h): what its edges are a multiple of
+  std::int64_t left_panels;    ///< of one cell (gemm/cell.h): what its edges are a multiple of
   std::int64_t right_panels;   ///<
   std::int64_t most_few_rows;  ///< see DirectGemmArgs::few_rows; 0: there is no such form
   bool unpack_overlaps;        ///< the unpack form interleaves weights beside its products instead of before them

@@ -13,8 +13,10 @@
 #include "cpu_kernels/fused/fp32_gemm.h"
 #include "cpu_kernels/fused/row_epilogue.h"
 #include "cpu_kernels/fused/silu_mul.h"
+#include "cpu_kernels/gemm/direct_gemm.h"
 #include "cpu_kernels/gemm/few_rows.h"
-#include "cpu_kernels/gemm/tile_gemm.h"
+#include "cpu_kernels/gemm/gradient_gemm.h"
+#include "cpu_kernels/gemm/unpack_gemm.h"
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/sampling/table.h"
 

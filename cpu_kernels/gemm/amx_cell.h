@@ -9,7 +9,7 @@
 //   struct Tiles::Scope { ... };     // configures the registers of this thread, and releases them
 #pragma once
 
-#include "cpu_kernels/gemm/tile_gemm.h"
+#include "cpu_kernels/gemm/cell.h"
 #include "cpu_kernels/simd.h"
 
 namespace {

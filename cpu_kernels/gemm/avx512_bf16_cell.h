@@ -5,8 +5,8 @@
 
 #include <immintrin.h>
 
+#include "cpu_kernels/gemm/cell.h"
 #include "cpu_kernels/gemm/few_rows.h"
-#include "cpu_kernels/gemm/tile_gemm.h"
 #include "cpu_kernels/simd.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// Both forms of GEMM for few rows of activations, on tiers without a matrix unit. A cell (tile_gemm.h) computes whole panels of
+// Both forms of GEMM for few rows of activations, on tiers without a matrix unit. A cell (cell.h) computes whole panels of
 // 16 rows, whose work is lost where an expert has one or two; here it grows with the rows that there are.
 //
 //   direct   A vector runs along the contraction: a row of a stored tile times a row of the activations, 32 products at a time,
@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu_kernels/gemm/tile_gemm.h"
+#include "cpu_kernels/gemm/direct_gemm.h"
 #include "cpu_kernels/simd.h"
 
 namespace {

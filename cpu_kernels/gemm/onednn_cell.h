@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu_kernels/gemm/cell.h"
 #include "cpu_kernels/gemm/onednn_product.h"
-#include "cpu_kernels/gemm/tile_gemm.h"
 #include "cpu_kernels/simd.h"
 
 namespace {

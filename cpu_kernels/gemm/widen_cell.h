@@ -10,8 +10,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cpu_kernels/gemm/cell.h"
 #include "cpu_kernels/gemm/few_rows.h"
-#include "cpu_kernels/gemm/tile_gemm.h"
 #include "cpu_kernels/simd.h"
 
 namespace {

@@ -67,7 +67,7 @@ constexpr double kFewDirectOverlap = 1.5, kFewUnpackOverlap = 2;
 constexpr double kLostAtATime = 10;
 /// What weights of the direct form take that nothing prefetches: so much longer than memory's rate.
 /// (AVX-512, 32 to 256 rows, calls of all columns instead of 32: 5, 0, 0, 0, 1, 1, 5% longer.) Not so the tile unit's loads
-/// in calls whose rows fit one cell: there the kernels leave prefetches out, which would be slower (tile_gemm.h, DirectGemm).
+/// in calls whose rows fit one cell: there the kernels leave prefetches out, which would be slower (gemm/direct_gemm.h).
 constexpr double kWithoutPrefetch = 1.1;
 
 /// Columns whose sums wait in C between two slices of the unpack form.

@@ -8,7 +8,7 @@
 // it changes the order of summation: parts of the contraction follow each other and continue from C in memory. The unpack
 // form takes them as slices inside of a call, a superblock of columns at a time.
 //
-// The model counts, for one task, the cells (tile_gemm.h) and for each operand how often it is read and from which cache, which
+// The model counts, for one task, the cells (gemm/cell.h) and for each operand how often it is read and from which cache, which
 // is the smallest that holds what is read in between. Times of arithmetic and of each level of memory overlap, but not
 // perfectly: they combine as a power mean. Pure functions; thread safe.
 #pragma once

@@ -1,0 +1,236 @@
+// The unpack form (kernels.h, UnpackGemmArgs): stored tiles of the weights are unpacked into right factors, a tile column at a
+// time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "cpu_kernels/gemm/cell.h"
+#include "cpu_kernels/simd.h"
+
+namespace {
+
+/// Right tiles [begin, end) of a contraction, counted over its segments.
+struct Slice {
+  std::int64_t begin = 0, end = 0;
+  std::int64_t size() const { return end - begin; }
+};
+
+/// The order in which the unpack form computes C: tile column after tile column, along the whole contraction or, where it is
+/// taken in slices, a superblock of columns at a time, slice after slice.
+class ColumnOrder {
+ public:
+  explicit ColumnOrder(const UnpackGemmArgs& args)
+      : args_(&args), column_(args.first_column), end_(args.first_column + args.columns) {
+    for (const GemmSegment& segment : args.segments) total_ += CeilDiv(segment.weights.panels, 2);
+    depth_ = args.depth > 0 && args.c != nullptr && args.depth < total_ ? args.depth : total_;
+    BeginColumns();
+  }
+
+  bool done() const { return column_ >= end_; }
+  std::int64_t column() const { return column_; }
+  const Slice& slice() const { return slice_; }
+  bool last_slice() const { return slice_.end == total_; }
+  /// Columns since those began whose sums wait in C together.
+  std::int64_t offset() const { return column_ - first_; }
+  std::int64_t depth() const { return depth_; }
+  bool sliced() const { return depth_ < total_; }
+
+  void Next() {
+    if (++column_ < last_) return;
+    if (last_slice()) return BeginColumns();
+    column_ = first_;
+    NextSlice();
+  }
+
+ private:
+  void BeginColumns() {
+    first_ = column_;
+    last_ = sliced() && end_ - column_ > kSuperblock ? column_ + kSuperblock : end_;
+    slice_ = {};
+    NextSlice();
+  }
+
+  /// At most depth_ tiles. It ends where a segment does or a multiple of depth_ into one, so that cells which add up a run in
+  /// parts see the same parts whatever the depth.
+  void NextSlice() {
+    const std::int64_t begin = slice_.end;
+    slice_.begin = begin;
+    std::int64_t end = 0;
+    for (const GemmSegment& segment : args_->segments) {
+      end += CeilDiv(segment.weights.panels, 2);
+      if (end <= begin) continue;
+      if (end - begin > depth_) {
+        if (slice_.end == begin) slice_.end = begin + depth_;
+        return;
+      }
+      slice_.end = end;
+    }
+  }
+
+  const UnpackGemmArgs* args_;
+  std::int64_t total_ = 0, depth_ = 0;
+  std::int64_t column_, end_, first_ = 0, last_ = 0;
+  Slice slice_;
+};
+
+/// The stored tiles of a slice of one tile column, one after the other: zeros where the last panel of a pair is missing.
+class ColumnTiles {
+ public:
+  ColumnTiles(const UnpackGemmArgs& args, const ColumnOrder& at)
+      : args_(args), column_(at.column()), panel_(2 * at.slice().begin) {
+    for (; panel_ >= Panels(); ++segment_) panel_ -= Panels();
+  }
+
+  /// Decoded to `scratch` where it is compressed; null: there is no scratch for it.
+  const BFloat16* Next(BFloat16* scratch) {
+    alignas(64) static constexpr BFloat16 kZeros[kTileElements] = {};
+    while (panel_ >= Panels()) {
+      ++segment_;
+      panel_ = 0;
+    }
+    const TileMatrix& weights = args_.segments[segment_].weights;
+    const std::int64_t panel = panel_++;
+    if (panel >= weights.panels) return kZeros;
+    if (weights.codec != nullptr && scratch == nullptr) return nullptr;
+    return WeightTile(weights, panel, column_, scratch);
+  }
+
+ private:
+  std::int64_t Panels() const { return RoundUp(args_.segments[segment_].weights.panels, 2); }
+
+  const UnpackGemmArgs& args_;
+  std::int64_t column_, panel_;
+  std::size_t segment_ = 0;
+};
+
+/// Lays a slice of one tile column of the weights out as two panels of right tiles, `low` for its columns 0..15 and `high`
+/// for 16..31, in units of a quarter of a tile, a few at each step, and prefetches what comes after it. (A share of the
+/// next two, four or eight columns instead, to read memory in longer runs, was no faster at any number of rows.)
+class ColumnUnpacker {
+ public:
+  static constexpr int kUnits = 4;  ///< of a tile
+
+  /// @param at     nothing to do where it is done
+  /// @param ahead  what comes after `at`
+  ColumnUnpacker(const UnpackGemmArgs& args, const ColumnOrder& at, const ColumnOrder& ahead, std::int64_t steps,
+                 BFloat16* right)
+      : tiles_(args, at),
+        ahead_tiles_(args, ahead),
+        ahead_left_(ahead.done() ? 0 : 2 * ahead.slice().size()),
+        low_(right),
+        high_(right + at.slice().size() * kTileElements),
+        units_left_(at.done() ? 0 : 2 * at.slice().size() * kUnits),
+        units_per_1024_steps_(CeilDiv(1024 * units_left_, steps > 0 ? steps : 1)) {}
+
+  MOESAIC_INLINE void Step() {
+    credit_ += units_per_1024_steps_;
+    while (credit_ >= 1024 && units_left_ > 0) {
+      credit_ -= 1024;
+      Unit();
+    }
+  }
+
+  void Finish() {
+    while (units_left_ > 0) Unit();
+  }
+
+ private:
+  MOESAIC_INLINE void Unit() {
+    constexpr std::int64_t kElements = kTileElements / kUnits;
+    if (unit_ % kUnits == 0) NextTile();
+    const std::int64_t from = unit_ % kUnits * kElements;
+    // Two stored tiles make one right tile: 8 row pairs each.
+    const std::int64_t to = unit_ / 2 * kElements + unit_ % 2 * (kElements / 2);
+    InterleaveRowPairs<kPanelRows / 2 / kUnits>(tile_ + from, low_ + to, high_ + to);
+    if (ahead_ != nullptr) {
+      for (std::int64_t line = 0; line < kElements; line += kTileColumns) __builtin_prefetch(ahead_ + from + line, 0, 2);
+    }
+    ++unit_;
+    --units_left_;
+  }
+
+  [[gnu::noinline]] void NextTile() {
+    tile_ = tiles_.Next(decoded_);
+    ahead_ = ahead_left_-- > 0 ? ahead_tiles_.Next(nullptr) : nullptr;
+  }
+
+  ColumnTiles tiles_, ahead_tiles_;
+  std::int64_t ahead_left_;
+  BFloat16* low_;
+  BFloat16* high_;
+  std::int64_t units_left_, units_per_1024_steps_, credit_ = 0, unit_ = 0;
+  const BFloat16* tile_ = nullptr;
+  const BFloat16* ahead_ = nullptr;
+  alignas(64) BFloat16 decoded_[kTileElements];
+};
+
+/// Left panels of a cell of the unpack form: a slice's two right panels that stay in L1 meet them one by one.
+template <class Cell>
+int UnpackPanels(const ColumnOrder& at) {
+  return Cell::kSliceTiles > 0 && at.depth() <= Cell::kSliceTiles ? 1 : Cell::kMaxA;
+}
+
+/// A slice of one tile column of C from its unpacked right panels, all rows.
+template <class Cell, class Aside>
+void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const BFloat16* right, Aside& aside) {
+  static_assert(Cell::kMaxB >= 2);
+  const Slice& slice = at.slice();
+  const bool to_rows = args.rows != nullptr && at.last_slice();
+  const std::int64_t offset = args.rows != nullptr ? at.offset() : at.column() - args.first_column;
+  CellRun runs[8];
+  const int na_most = UnpackPanels<Cell>(at);
+  for (std::int64_t p = 0; p < args.panels; p += na_most) {
+    const int na = Least(na_most, args.panels - p);
+    int count = 0;
+    std::int64_t first = 0;
+    for (const GemmSegment& segment : args.segments) {
+      const std::int64_t begin = first > slice.begin ? first : slice.begin;
+      const std::int64_t last = first + CeilDiv(segment.weights.panels, 2), end = last < slice.end ? last : slice.end;
+      if (begin < end) {
+        CellRun& run = runs[count++];
+        run.length = end - begin;
+        run.a_stride = segment.activations.column_stride * kTileElements;
+        run.b_stride = kTileElements;
+        for (int a = 0; a < na; ++a) run.a[a] = segment.activations.Tile(args.first_panel + p + a, begin - first);
+        for (int b = 0; b < 2; ++b) run.b[b] = right + (b * slice.size() + begin - slice.begin) * kTileElements;
+      }
+      first = last;
+    }
+    alignas(64) float block[Cell::kMaxA * kPanelRows * kTileColumns];
+    const bool in_c = args.rows == nullptr || at.sliced();
+    float* c = in_c ? args.c + p * kPanelRows * args.ldc + offset * kTileColumns : block;
+    const std::int64_t ldc = in_c ? args.ldc : kTileColumns;
+    Compute<Cell>(na, 2, runs, count, c, ldc, args.accumulate || slice.begin > 0, aside);
+    if (to_rows) ScatterRows(c, ldc, na * 16, 32, args.rows + p * kPanelRows, at.column() * kTileColumns);
+  }
+}
+
+/// A column is unpacked while the one before it is multiplied, where that costs nothing, or else just before.
+template <class Cell>
+void UnpackGemm(const UnpackGemmArgs& args) {
+  [[maybe_unused]] const typename Cell::Scope scope;
+  ColumnOrder now(args), next = now;
+  if (now.done()) return;
+  next.Next();
+  BFloat16* right = args.scratch;
+  BFloat16* next_right = right + 2 * now.depth() * kTileElements;
+  ColumnUnpacker(args, now, next, 1, right).Finish();
+  for (; !now.done(); now = next, next.Next(), std::swap(right, next_right)) {
+    ColumnOrder ahead = next;
+    ahead.Next();
+    const std::int64_t passes = CeilDiv(args.panels, UnpackPanels<Cell>(now));
+    ColumnUnpacker unpacker(args, next, ahead, now.slice().size() * passes, next_right);
+    if constexpr (Cell::kVectorsIdle) {
+      UnpackedColumn<Cell>(args, now, right, unpacker);
+    } else {
+      NothingAside nothing;
+      UnpackedColumn<Cell>(args, now, right, nothing);
+    }
+    unpacker.Finish();
+  }
+  if (args.rows != nullptr) StreamFence();
+}
+
+}  // namespace
