@@ -86,10 +86,16 @@ def small_model(vocabulary: int) -> Qwen3MoeConfig:
 
 def load(run: Run) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The base model, its weights bf16 numbers whatever their dtype, and its tokenizer: the user's, or the small one
-    with random weights, the same for each seed."""
+    with random weights, the same for each seed.
+
+    Raises:
+        ValueError: the tokenizer makes no tokens of a text, as transformers' do whose files are missing.
+    """
     if run.model is not None:
-        model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(run.model)
+        if not tokenizer("text").input_ids:
+            raise ValueError(f"{run.model} has no tokenizer beside the model: save one there with save_pretrained")
+        model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.bfloat16)
     else:
         tokenizer = byte_tokenizer()
         torch.manual_seed(run.seed)
