@@ -113,13 +113,18 @@ def _show(args: argparse.Namespace, rest: list[str]) -> int:
     (path,) = _trailing(args, rest, 1)
     document = _load(path)
     with _reading(path):
-        if args.output:
-            _write(document, args.output)
-        if args.json:
-            print_json(document)
-        else:
-            print_document(document, layers=args.layers)
+        _report(document, args)
     return 0
+
+
+def _report(document: dict[str, Any], args: argparse.Namespace) -> None:
+    """To the file that was asked for, and to the terminal."""
+    if args.output:
+        _write(document, args.output)
+    if args.json:
+        print_json(document)
+    else:
+        print_document(document, layers=args.layers)
 
 
 def _diff(args: argparse.Namespace, rest: list[str]) -> int:
@@ -180,14 +185,9 @@ def _run_program(args: argparse.Namespace, command: list[str]) -> int:
             raise CommandError(f"{command[0]} ended with {code}, and nothing of the engine ran in it{killed}")
         if not document["phases"]:
             raise CommandError(f"{command[0]} ended with {code}, and nothing of the engine ran in it")
-        if args.output:
-            _write(document, args.output)
-        if args.json:
-            print_json(document)
-        else:
-            print_document(document, layers=args.layers)
-            if args.nvtx and ranges.with_suffix(".txt").exists():
-                print("\n" + ranges.with_suffix(".txt").read_text(encoding="utf-8"), end="")
+        _report(document, args)
+        if args.nvtx and not args.json and ranges.with_suffix(".txt").exists():
+            print("\n" + ranges.with_suffix(".txt").read_text(encoding="utf-8"), end="")
     return code
 
 
