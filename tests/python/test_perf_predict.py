@@ -116,6 +116,8 @@ def test_one_product(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--intra", "fast"], "argument --intra: 'fast'"),
         (["--intra", "-2"], "link.bandwidth_gbps is -2"),
         (["--inter", "10,1,2.5"], "argument --inter"),
+        (["--inter", "10,1,inf"], "argument --inter"),
+        (["--model", ""], "model is ''"),
         (["--phase", "decode", "--decode-tokens", "0"], "decode_tokens is 0"),
         (["--linear", "4096"], "argument --model"),
         (["--check"], "argument --machine: 'emr-16c'"),

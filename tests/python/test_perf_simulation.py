@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from dataclasses import replace
@@ -186,6 +187,12 @@ def test_a_machine_a_file_and_a_name_are_the_same(tmp_path: Path) -> None:
         ({"num_experts": -3}, "num_experts is -3"),
         ({"num_experts_per_tok": 65}, "num_experts_per_tok is 65"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"vocab_size": 10**30}, f"vocab_size is {10**30}, expected a whole number from 1 to {2**40}"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ({"mlp_only_layers": "1"}, "mlp_only_layers is '1', expected a list"),
+        ({"mlp_only_layers": [0.5]}, r"mlp_only_layers is \[0.5\]"),
+        ({"decoder_sparse_step": "2"}, "decoder_sparse_step is '2'"),
     ],
 )
 def test_a_bad_model_is_named(change: dict[str, Any], message: str) -> None:
@@ -225,3 +232,21 @@ def test_wrong_types_are_named() -> None:
         Inference(tokens=2.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"link\.bandwidth_gbps is 'fast'"):
         replace(Link(1.0), bandwidth_gbps="fast")
+
+
+def test_collections_wait_for_the_end_and_nothing_is_left_to_them() -> None:
+    run()
+    gc.collect()
+    collections: list[str] = []
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+    try:
+        result = run(Inference(tokens=256, decode_tokens=4))
+    finally:
+        gc.callbacks.pop()
+    assert not collections and gc.isenabled()
+    assert gc.collect() == 0
+    gc.disable()
+    try:
+        assert run(Inference(tokens=256, decode_tokens=4)) is not result and not gc.isenabled()
+    finally:
+        gc.enable()

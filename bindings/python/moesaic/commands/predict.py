@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser("predict", help="predict times of a model on a machine", description=_DESCRIPTION)
     what = parser.add_argument_group("what is run")
-    what.add_argument("--model", type=Path, metavar="CONFIG", help="config.json of a model, or its folder")
+    what.add_argument("--model", metavar="CONFIG", help="config.json of a model, or its folder")
     what.add_argument("--linear", metavar="KxN", help="instead of a model one product with --tokens rows")
     what.add_argument("--phase", choices=("prefill", "decode", "train"), default="prefill", help="default prefill")
     what.add_argument("--tokens", type=options.positive, default=128, metavar="T", help="of a sequence (default 128)")
@@ -110,7 +110,7 @@ def _topology(args: argparse.Namespace) -> Topology:
             numbers = [float(part) for part in parts]
         except ValueError:
             numbers = []
-        if not 1 <= len(numbers) <= 4 or (len(numbers) > 2 and numbers[2] != int(numbers[2])):
+        if not 1 <= len(numbers) <= 4 or (len(numbers) > 2 and not numbers[2].is_integer()):
             raise UsageError(f"argument --{name}: '{getattr(args, name)}' is not GBPS[,US[,LINKS[,CONTENTION]]]")
         bandwidth, latency, links, contention = (*numbers, *(0.0, 5.0, 1.0, 1.0)[len(numbers) :])
         return Link(bandwidth, latency, int(links), contention)

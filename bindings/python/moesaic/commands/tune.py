@@ -105,7 +105,7 @@ def _tune(args: argparse.Namespace) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(str(error)) from None
     except OSError as error:
-        raise CommandError(f"{args.model}: {error.strerror}") from None
+        raise CommandError(f"{error.filename}: {error.strerror}") from None
     report = perf.prewarm(evaluator, shapes, progress=not args.json)
     with evaluator.uncounted():
         rows = [_row(evaluator, shape) for shape in shapes]

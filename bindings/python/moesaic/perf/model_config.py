@@ -26,9 +26,11 @@ _MOE = (
     "ernie4_5_moe",
     "hunyuan_v1_moe",
 )
+_OWN_WIDTH = ("qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe")
+"""Whose experts have a width of their own, moe_intermediate_size; those of others have the dense FFN's."""
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")
-_MOST = 2**40
+_MOST, _MOST_LAYERS, _MOST_EXPERTS = 2**40, 2**16, 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,8 @@ class TransformerConfig:
         """
         if isinstance(source, Mapping):
             return cls._of(source, "config")
+        if not os.fspath(source):
+            raise ValueError("model is '', expected a config.json or a folder that holds one")
         path = Path(source)
         if path.is_dir():
             path = path / "config.json"
@@ -119,19 +123,20 @@ class TransformerConfig:
         if kind not in _DENSE + _MOE:
             raise ValueError(f"{where}: model_type is {kind!r}, expected one of {', '.join(sorted(_DENSE + _MOE))}")
 
-        def take(*names: str, default: int | None = None, least: int = 1) -> int:
+        def take(*names: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
             for name in names:
                 value = document.get(name)
                 if value is None:
                     continue
-                if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
-                    raise ValueError(f"{where}: {name} is {value!r}, expected a whole number from {least} on")
+                if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                    raise ValueError(f"{where}: {name} is {value!r}, expected a whole number from {least} to {most}")
                 return value
             if default is None:
                 raise ValueError(f"{where}: {names[0]} is missing")
             return default
 
-        hidden, layers, heads = take("hidden_size"), take("num_hidden_layers"), take("num_attention_heads")
+        hidden, heads = take("hidden_size"), take("num_attention_heads")
+        layers = take("num_hidden_layers", most=_MOST_LAYERS)
         values: dict[str, Any] = {
             "model_type": kind,
             "hidden_size": hidden,
@@ -144,8 +149,8 @@ class TransformerConfig:
             "dense_layers": layers,
         }
         if kind in _MOE:
-            experts = take(*_EXPERTS)
-            width = take("moe_intermediate_size", default=values["intermediate_size"])
+            experts = take(*_EXPERTS, most=_MOST_EXPERTS)
+            width = take("moe_intermediate_size", default=None if kind in _OWN_WIDTH else values["intermediate_size"])
             shared = take("n_shared_experts", "num_shared_experts", default=0, least=0) * width
             top_k = take(*_TOP_K)
             if top_k > experts:
@@ -155,7 +160,12 @@ class TransformerConfig:
                 "experts_per_token": top_k,
                 "moe_intermediate_size": width,
                 "shared_intermediate_size": take("shared_expert_intermediate_size", default=shared, least=0),
-                "dense_layers": _dense_layers(document, layers, take("first_k_dense_replace", default=0, least=0)),
+                "dense_layers": _dense_layers(
+                    layers,
+                    first=take("first_k_dense_replace", default=0, least=0),
+                    step=take("decoder_sparse_step", default=1),
+                    only=_whole_numbers(document.get("mlp_only_layers"), f"{where}: mlp_only_layers"),
+                ),
             }
         if document.get("kv_lora_rank") is not None:
             for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
@@ -164,8 +174,13 @@ class TransformerConfig:
         return cls(**values)
 
 
-def _dense_layers(document: Mapping[str, Any], layers: int, first: int) -> int:
-    only = document.get("mlp_only_layers") or []
-    step = document.get("decoder_sparse_step") or 1
-    dense = {i for i in range(layers) if i < first or i in only or (i + 1) % step != 0}
-    return len(dense)
+def _whole_numbers(value: Any, name: str) -> list[int]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
+        raise ValueError(f"{name} is {value!r}, expected a list of whole numbers")
+    return value
+
+
+def _dense_layers(layers: int, *, first: int, step: int, only: list[int]) -> int:
+    return sum(i < first or i in only or (i + 1) % step != 0 for i in range(layers))

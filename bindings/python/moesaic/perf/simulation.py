@@ -11,6 +11,7 @@ from typing import Any, Literal
 from moesaic.perf.communication import Topology
 from moesaic.perf.fields import one_of, whole
 from moesaic.perf.footprint import adapter_parameters, memory_bytes
+from moesaic.perf.garbage import no_collections
 from moesaic.perf.gemm_evaluator import GemmEvaluator
 from moesaic.perf.inference import Inference
 from moesaic.perf.layer_model import LayerModel, ShapeLayers
@@ -184,16 +185,17 @@ def run_simulation(
         OSError: a file cannot be read.
     """
     begin = time.perf_counter()
-    run = Simulation(
-        topology,
-        model if isinstance(model, TransformerConfig) else TransformerConfig.load(model),
-        inference,
-        parallelism or Parallelism(),
-        _evaluator_of(hardware),
-        config or SimulationConfig(),
-        rates,
-    )
-    return run.result(begin)
+    with no_collections():
+        run = Simulation(
+            topology,
+            model if isinstance(model, TransformerConfig) else TransformerConfig.load(model),
+            inference,
+            parallelism or Parallelism(),
+            _evaluator_of(hardware),
+            config or SimulationConfig(),
+            rates,
+        )
+        return run.result(begin)
 
 
 def _evaluator_of(hardware: Machine | GemmEvaluator | str) -> GemmEvaluator:
