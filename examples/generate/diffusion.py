@@ -1,6 +1,9 @@
-"""Trains a small block-diffusion model on Python's documentation, and lets it write with each strategy.
+"""Teaches a small masked model to add, and lets it fill in the digits in one order or another.
 
-``python examples/generate/diffusion.py --seconds 60``
+``python examples/generate/diffusion.py --steps 2000``
+
+A sum is written with its highest digit first. Who writes it from left to right has to know each carry before the digits
+that it comes from; who begins where the carry is clear learns the next digit from its neighbour on the right.
 """
 
 from __future__ import annotations
@@ -9,134 +12,129 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "finetune"))
 
 import torch
-from data import ANSWER, QUESTION, byte_tokenizer, python_questions
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from moesaic.sampling import BlockDiffusion, Options
+from moesaic.sampling import BlockDiffusion
+from moesaic.sampling.block_diffusion import Strategy
 
-LENGTH = 96
-BATCH = 16
+COLUMNS = 12
+BATCH = 48
+MASK = 10
+#: The share of columns whose two digits add up to 9, and hand on the carry that they get.
+HAND_ON = 0.75
+STRATEGIES: tuple[Strategy, ...] = ("confidence", "entropy", "margin", "sequential")
+
+
+def problems(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts ``[n, 2 COLUMNS]``, the digits of two numbers, and their sums ``[n, COLUMNS]``, highest digits first."""
+    a = torch.randint(0, 10, (n, COLUMNS), generator=generator)
+    b = torch.randint(0, 10, (n, COLUMNS), generator=generator)
+    b = torch.where(torch.rand(n, COLUMNS, generator=generator) < HAND_ON, 9 - a, b)
+    a[:, 0] = b[:, 0] = 0  # room for the sum
+    powers = 10 ** torch.arange(COLUMNS - 1, -1, -1)
+    total = ((a + b) * powers).sum(dim=1, keepdim=True)
+    return torch.cat([a, b], dim=1), total // powers % 10
 
 
 class MaskedModel(nn.Module):
-    """A transformer without a causal mask: logits of every position from all others."""
+    """One transformer layer without a causal mask, over three lines of digits: two numbers and their sum."""
 
-    def __init__(self, vocabulary: int, hidden: int = 128, layers: int = 3) -> None:
+    def __init__(self, hidden: int = 64) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(hidden, 4, 4 * hidden, dropout=0.0, batch_first=True, norm_first=True)
-        self.tokens = nn.Embedding(vocabulary, hidden)
-        self.places = nn.Parameter(torch.randn(LENGTH, hidden) * 0.02)
-        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(hidden, vocabulary)
+        self.tokens = nn.Embedding(MASK + 1, hidden)
+        self.lines = nn.Parameter(0.3 * torch.randn(3, 1, hidden))
+        self.columns = nn.Parameter(0.3 * torch.randn(COLUMNS, hidden))
+        self.layer = nn.TransformerEncoderLayer(hidden, 8, 8 * hidden, dropout=0.0, batch_first=True, norm_first=True)
+        self.head = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, 10))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """``[B, n]`` tokens to logits ``[B, n, V]``."""
-        logits: torch.Tensor = self.head(self.encoder(self.tokens(ids) + self.places[: ids.shape[1]]))
+        """``[B, 3 COLUMNS]`` digits, MASK among them, to logits ``[B, 3 COLUMNS, 10]``."""
+        places = (self.lines + self.columns).flatten(0, 1)
+        logits: torch.Tensor = self.head(self.layer(self.tokens(ids) + places))
         return logits
 
 
-def windows(tokenizer: Any, seed: int) -> torch.Tensor:
-    """Rows of LENGTH tokens from the questions and answers, each from its beginning."""
-    texts = [row["text"] for row in python_questions(seed)]
-    ids = [tokenizer(text, add_special_tokens=False).input_ids[:LENGTH] for text in texts]
-    return torch.tensor([row for row in ids if len(row) == LENGTH])
-
-
-def train(model: MaskedModel, rows: torch.Tensor, mask: int, seconds: float, console: Console) -> int:
-    """Hides a random share of each row and learns to say what was there. Returns the number of steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    generator = torch.Generator().manual_seed(0)
-    end, step, recent = time.perf_counter() + seconds, 0, 0.0
-    while time.perf_counter() < end:
-        batch = rows[torch.randint(0, len(rows), (BATCH,), generator=generator)]
-        share = torch.rand(BATCH, 1, generator=generator).clamp(min=0.05)
-        hidden = torch.rand(batch.shape, generator=generator) < share
-        logits = model(batch.masked_fill(hidden, mask))
-        losses = nn.functional.cross_entropy(logits.transpose(1, 2), batch, reduction="none")
-        loss = (losses * hidden / share).mean()
+def train(model: MaskedModel, steps: int, seed: int, console: Console) -> None:
+    """Hides a random share of each sum and learns to say what was there."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=max(steps, 20), pct_start=0.1)
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(1, steps + 1):
+        prompts, sums = problems(BATCH, generator)
+        hidden = torch.rand(sums.shape, generator=generator) < torch.rand(BATCH, 1, generator=generator)
+        hidden[:, 0] |= ~hidden.any(dim=1)
+        logits = model(torch.cat([prompts, sums.masked_fill(hidden, MASK)], dim=1))[:, 2 * COLUMNS :]
+        loss = nn.functional.cross_entropy(logits[hidden], sums[hidden])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        recent = 0.95 * recent + 0.05 * loss.item() if step else loss.item()
-        step += 1
-        if step % 100 == 0:
-            console.print(f"step {step}, loss {recent:.3f}", style="dim")
-    return step
+        schedule.step()
+        if step % 250 == 0:
+            console.print(f"step {step}, loss {loss.item():.3f}", style="dim")
 
 
-@torch.no_grad()
-def log_likelihood(model: MaskedModel, ids: torch.Tensor, prompt: int, mask: int) -> float:
-    """How probable the model finds what was written: the mean log-probability of a new token with it alone hidden."""
-    places = torch.arange(prompt, ids.shape[1])
-    rows = ids.expand(len(places), -1).clone()
-    rows[torch.arange(len(places)), places] = mask
-    logits = model(rows)[torch.arange(len(places)), places]
-    return float(logits.log_softmax(-1).gather(1, ids[0, places][:, None]).mean())
+def compare(model: MaskedModel, prompts: torch.Tensor, sums: torch.Tensor, console: Console) -> dict[str, torch.Tensor]:
+    """Answers all prompts with each strategy and number of steps; returns the answers of COLUMNS steps by strategy."""
+    table = Table(title=f"{len(prompts)} sums that training did not see, {COLUMNS} digits each")
+    table.add_column("strategy")
+    for heading in ("steps", "all right", "digits right", "passes", "tokens/s", "model ms", "sample ms", "fill ms"):
+        table.add_column(heading, justify="right")
+    answers = {}
+    BlockDiffusion(COLUMNS, 1, mask_token_id=MASK).generate(model, prompts, COLUMNS)  # what only a first call takes
+    for steps in (COLUMNS, COLUMNS // 2, COLUMNS // 4, 1):
+        for strategy in STRATEGIES if steps > 1 else STRATEGIES[:1]:  # one step fills in everything, in no order
+            decoded = BlockDiffusion(COLUMNS, steps, strategy, mask_token_id=MASK).generate(model, prompts, COLUMNS)
+            answer = decoded.sequences[:, 2 * COLUMNS :]
+            if steps == COLUMNS:
+                answers[strategy] = answer
+            right = answer == sums
+            table.add_row(
+                strategy if steps > 1 else "any", str(steps),
+                f"{right.all(dim=1).double().mean():.3f}", f"{right.double().mean():.3f}",
+                str(decoded.steps), f"{answer.numel() / sum(decoded.seconds.values()):,.0f}",
+                *(f"{1e3 * seconds:.1f}" for seconds in decoded.seconds.values()),
+            )  # fmt: skip
+        table.add_section()
+    console.print(table)
+    return answers
+
+
+def show(prompts: torch.Tensor, sums: torch.Tensor, answers: dict[str, torch.Tensor], console: Console) -> None:
+    """Three of the problems on which not all agree, side by side; of an answer only the wrong digits."""
+    stacked = torch.stack(list(answers.values()))
+    chosen = (stacked != stacked[0]).any(dim=2).any(dim=0).nonzero().flatten()[:3]
+    lines = {"": prompts[:, :COLUMNS], "+": prompts[:, COLUMNS:], "=": sums}
+    table = Table("", *(f"problem {i}" for i in chosen.tolist()), title=f"{COLUMNS} steps; a dot is a right digit")
+    for name, digits in [*lines.items(), *answers.items()]:
+        wrong = digits != sums if name in answers else torch.ones_like(digits, dtype=torch.bool)
+        cells = [
+            [str(d) if w else "." for d, w in zip(digits[i].tolist(), wrong[i].tolist(), strict=True)] for i in chosen
+        ]
+        table.add_row(name, *map("".join, cells), end_section=name == "=")
+    console.print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains, decodes, prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60, help="of training (60)")
-    parser.add_argument("--question", default="What does str.join do?")
+    parser.add_argument("--steps", type=int, default=2000, help="of training (2000: about a minute on two cores)")
+    parser.add_argument("--problems", type=int, default=500, help="to answer (500)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     torch.manual_seed(options.seed)
-    tokenizer = byte_tokenizer()
-    mask = len(tokenizer)
-    model = MaskedModel(mask + 1)
-    steps = train(model, windows(tokenizer, options.seed), mask, options.seconds, console)
+    model = MaskedModel()
+    begin = time.perf_counter()
+    train(model, options.steps, options.seed, console)
+    console.print(f"{options.steps} steps in {time.perf_counter() - begin:.0f} s, seed {options.seed}")
     model.eval()
-    console.print(f"{steps} steps in {options.seconds:.0f} s")
-
-    prompt = tokenizer(f"{QUESTION}{options.question}{ANSWER}", add_special_tokens=False, return_tensors="pt").input_ids
-    prompt = prompt[:, : LENGTH - 32]
-    new = LENGTH - prompt.shape[1]
-    table = Table("strategy", "steps", "log-probability", "model ms", "sample ms", "fill ms", title="16 a block")
-    written = []
-    # What the first call of a process takes besides belongs to no strategy.
-    BlockDiffusion(16, 16, mask_token_id=mask).generate(hide(model, mask), prompt, 16)
-    for strategy, denoising, temperature in [
-        ("confidence", 16, 0.0), ("entropy", 16, 0.0), ("margin", 16, 0.0), ("sequential", 16, 0.0),
-        ("confidence", 8, 0.0), ("confidence", 16, 0.6), ("sequential", 16, 0.6),
-    ]:  # fmt: skip
-        decoding = BlockDiffusion(
-            16, denoising, strategy, mask_token_id=mask, options=Options(temperature=temperature), seed=options.seed
-        )
-        decoded = decoding.generate(hide(model, mask), prompt, new)
-        name = strategy + (f", T {temperature}" if temperature else "")
-        table.add_row(
-            name,
-            str(decoded.steps),
-            f"{log_likelihood(model, decoded.sequences, prompt.shape[1], mask):.2f}",
-            *(f"{1e3 * seconds:.1f}" for seconds in decoded.seconds.values()),
-        )
-        text = tokenizer.decode(decoded.sequences[0, prompt.shape[1] :])
-        written.append(f"{name}, {denoising} steps a block: {text!r}")
-    console.print(table)
-    for line in written:
-        console.print(line, markup=False, soft_wrap=True)
+    prompts, sums = problems(options.problems, torch.Generator().manual_seed(options.seed + 1))
+    show(prompts, sums, compare(model, prompts, sums, console), console)
     return 0
-
-
-def hide(model: MaskedModel, mask: int) -> Any:
-    """The model, which may not answer with the mask itself."""
-
-    def call(ids: torch.Tensor) -> torch.Tensor:
-        logits = model(ids)
-        logits[..., mask] = -torch.inf
-        return logits
-
-    return call
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -165,3 +167,68 @@ def test_wrong_prompts_and_logits():
         decoding.generate(Scripted({}), torch.zeros(1, 3).long(), 0)
     with pytest.raises(ValueError, match="a NaN"):
         decoding.generate(lambda ids: torch.full((*ids.shape, 8), math.nan), torch.zeros(1, 3).long(), 4)
+
+
+@pytest.fixture(scope="module")
+def adding():
+    """examples/generate/diffusion.py."""
+    path = Path(__file__).parents[2] / "examples" / "generate" / "diffusion.py"
+    spec = importlib.util.spec_from_file_location("example_diffusion", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_adds(adding):
+    prompts, sums = adding.problems(50, torch.Generator().manual_seed(3))
+
+    def numbers(digits):
+        return [int("".join(map(str, row))) for row in digits.tolist()]
+
+    a, b = numbers(prompts[:, : adding.COLUMNS]), numbers(prompts[:, adding.COLUMNS :])
+    assert numbers(sums) == [x + y for x, y in zip(a, b, strict=True)]
+
+
+class CarryByHand:
+    """Is sure of a digit whose neighbour on the right is there or decides the carry alone; else supposes no carry."""
+
+    def __init__(self, columns: int, mask: int) -> None:
+        self.columns, self.mask = columns, mask
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        n = self.columns
+        a, b, digits = ids[:, :n], ids[:, n : 2 * n], ids[:, 2 * n :]
+        column = a + b
+        # The carry that each column gets shows in its digit; where that is hidden, the column may still decide alone.
+        got = torch.where(digits == self.mask, -1, (digits - column) % 10)
+        out = torch.where(column + got >= 10, 1, 0)
+        out = torch.where(got >= 0, out, torch.where(column == 9, -1, (column > 9).long()))
+        carry = torch.cat([out[:, 1:], torch.zeros_like(out[:, :1])], dim=1)
+        logits = torch.zeros(*ids.shape, 10)
+        sure = torch.nn.functional.one_hot((column + carry.clamp(min=0)) % 10, 10) * 9.0
+        unsure = torch.nn.functional.one_hot(column % 10, 10) * 1.0
+        logits[:, 2 * n :] = torch.where((carry >= 0)[..., None], sure, unsure)
+        return logits
+
+
+@pytest.mark.parametrize("strategy", ["confidence", "margin", "entropy"])
+def test_who_fills_in_the_sure_digits_first_adds_rightly(adding, strategy):
+    prompts, sums = adding.problems(40, torch.Generator().manual_seed(4))
+    model = CarryByHand(adding.COLUMNS, adding.MASK)
+
+    def right(order):
+        decoding = BlockDiffusion(adding.COLUMNS, adding.COLUMNS, order, mask_token_id=adding.MASK)
+        decoded = decoding.generate(model, prompts, adding.COLUMNS)
+        return (decoded.sequences[:, 2 * adding.COLUMNS :] == sums).all(dim=1)
+
+    assert right(strategy).all()
+    assert not right("sequential").all()
+
+
+def test_the_example_runs(adding, capsys):
+    assert adding.main(["--steps", "2", "--problems", "20"]) == 0
+    printed = capsys.readouterr().out
+    assert "all right" in printed
+    for strategy in adding.STRATEGIES:
+        # By 12, 6 and 3 steps, and in the answers side by side.
+        assert sum(strategy in line for line in printed.splitlines()) == 4
