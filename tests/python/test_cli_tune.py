@@ -141,21 +141,25 @@ def test_an_unknown_architecture_names_the_field(capsys, tmp_path):
 
 def test_the_check_runs_all_candidates(capsys, here, monkeypatch):
     monkeypatch.setattr(tune_check, "held_out_shapes", lambda: [perf.GemmShape(m=3, k=64, n=128, output="fp32")])
-    disturbed = False
-    monkeypatch.setattr(perf.machine.Kernels, "undisturbed", lambda self, isa: not disturbed)
+    monkeypatch.setattr(tune_check, "_DUEL_SECONDS", 0.05)
+    monkeypatch.setattr(timing, "_BUDGET_MS", 5.0)
     cli.main(["tune", "--check", "--json"])  # its bars say nothing about one tiny shape
     document = json.loads(capsys.readouterr().out)
     (row,) = document["shapes"]
-    assert row["analytic"] >= 1 and row["measured"] >= 1 and row["candidates"] > 1
+    assert row["analytic"] > 0 and row["measured"] > 0 and row["candidates"] > 1 and row["rounds"] >= 15
+    assert row["analytic_uncertainty"] >= 0 and row["spread"] >= 1
     assert {bar["bar"] for bar in document["bars"]} == {
         "analytic within 5%", "analytic within 15%", "measured within 3%"
     }  # fmt: skip
     assert document["ok"] == all(bar["share"] >= bar["expected"] for bar in document["bars"])
-    disturbed = True
-    monkeypatch.setattr(tune_check, "_SECONDS", 0.05)
-    monkeypatch.setattr(timing, "_MOST_SECONDS", 0.05)
-    nothing = tune(capsys, "--check", code=1)
-    assert nothing["shapes"] == [] and len(nothing["left_out"]) == 1
+
+
+def test_a_ratio_is_that_of_its_rounds():
+    slower = [1.0 + 0.1 * (i % 7) for i in range(40)]  # others use the host, now and then
+    ratio, uncertainty = tune_check._ratio([1.25 * x for x in slower], slower)
+    assert ratio == pytest.approx(1.25) and uncertainty == pytest.approx(0.0, abs=1e-12)
+    ratio, uncertainty = tune_check._ratio(slower, [1.0] * 40)
+    assert ratio == pytest.approx(1.3) and 0.05 < uncertainty < 0.2
 
 
 def test_held_out_shapes():

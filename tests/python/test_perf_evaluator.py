@@ -525,16 +525,64 @@ def test_a_run_of_1680_look_ups_hits(tmp_path):
 
 
 def test_measured_mode_runs_the_best_few(here, tmp_path, monkeypatch):
-    monkeypatch.setattr(timing, "_MOST_SECONDS", 0.1)
+    monkeypatch.setattr(timing, "_BUDGET_MS", 20.0)
     moesaic.set_num_threads(2)
     evaluator = GemmEvaluator(here, cache=perf.Cache(tmp_path), mode="measured")
     shape = GemmShape(m=40, k=300, n=256, output="fp32")
     answer = evaluator.evaluate(shape)
     assert answer.source == "measured" and answer.milliseconds > 0
     assert sum(answer.parts.values()) == pytest.approx(answer.milliseconds)
-    assert answer.configuration in [a.configuration for a in evaluator.rank(shape, 6)]
+    assert answer.configuration in [a.configuration for a in timing.finalists(evaluator.rank(shape, 10_000))]
     other = GemmEvaluator(here, cache=perf.Cache(tmp_path), mode="measured")
     assert other.evaluate(shape).milliseconds == answer.milliseconds  # from the cache
+
+
+def test_finalists_are_of_every_kind(machine):
+    shape = GemmShape(m=448, k=1920, n=640, output="fp32", form="direct")
+    ranked = GemmEvaluator(machine, 1, False).rank(shape, 10_000)
+
+    def kind(answer):
+        return answer.configuration.call_rows, answer.configuration.call_depth, answer.configuration.order
+
+    some = timing.finalists(ranked, 8)
+    assert some[0] == ranked[0] and len(some) == len(set(map(repr, some))) == 8
+    there = dict.fromkeys(kind(a) for a in ranked if a.milliseconds <= 1.15 * ranked[0].milliseconds)
+    assert [kind(a) for a in some][: len(there)] == list(there)[:8] and len(there) > 2
+    assert timing.finalists(ranked[:1]) == ranked[:1]
+
+
+class _Runs:
+    """A timer of a host that others use: each round is as much slower as it likes, all of it."""
+
+    def __init__(self, milliseconds):
+        self._milliseconds, self._round = milliseconds, 0
+        self.spent = 0.0
+
+    def measure(self, configurations, count):
+        rows = [[] for _ in configurations]
+        for _ in range(count):
+            self._round += 1
+            for row, configuration in zip(rows, configurations, strict=True):
+                row.append(self._milliseconds[configuration] * (1 + 0.37 * (self._round * 7 % 5)))
+                self.spent += row[-1]
+        return rows
+
+
+def test_the_fastest_is_found_beside_others(machine):
+    ranked = GemmEvaluator(machine, 1, False).rank(GemmShape(m=448, k=1920, n=640, form="direct"), 10_000)
+    some = timing.finalists(ranked)
+    for best in range(len(some)):
+        times = {a.configuration: 10.0 + 0.1 * ((i - best) % len(some)) for i, a in enumerate(some)}
+        timer = _Runs(times)
+        found, milliseconds = timing.fastest(timer, ranked)
+        assert found is some[best] and 10.0 <= milliseconds < 25
+        assert 0.5 * timing._BUDGET_MS < timer.spent < 1.5 * timing._BUDGET_MS
+    alone, _ = timing.fastest(_Runs({ranked[0].configuration: 1.0}), ranked[:1])
+    assert alone is ranked[0]
+
+
+def test_relative_times_are_those_of_their_rounds():
+    assert timing.relative([[1.0, 20.0, 3.0], [2.0, 40.0, 6.0], [4.0, 80.0, 12.0]]) == [0.5, 1.0, 2.0]
 
 
 def test_every_candidate_gives_the_same_bits(here):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,9 @@ _BARS = {
     "analytic within 15%": ("analytic", 1.15, 1.0),
     "measured within 3%": ("measured", 1.03, 0.95),
 }
-_SCAN_RUNS, _SCAN_MS = 2, 3000.0  # of every candidate; once where that takes longer
-_FINAL_RUNS = 9
-_DUEL_RUNS, _DUEL_MS = (9, 61), 1500.0  # more where they are short: medians must tell 2% apart
-_FEWEST = 5  # of the last runs, undisturbed: two medians of fewer have differed by 80% for the same calls
-_SECONDS, _TIMES_AS_LONG = 6.0, 3  # until the runs were undisturbed: so long, and so many times what they take
+_SCAN_ROUNDS, _FINAL_ROUNDS = 3, 15  # of every candidate; of the best of them
+_DUEL_ROUNDS, _DUEL_SECONDS = (15, 1001), 8.0  # at least and at most; for more than the least
+_CERTAIN = 0.005  # half the width of a ratio's 95% interval, at which its duel ends
 
 
 def held_out_shapes() -> list[GemmShape]:
@@ -64,17 +63,12 @@ def check(machine: Machine, count: int) -> dict[str, Any]:
         raise UsageError(str(error)) from None
     shapes = held_out_shapes()[:count]
     tell = progress()
-    rows, left_out = [], []
+    rows = []
     for i, shape in enumerate(shapes):
         name = f"{shape.form} {shape.groups} x {shape.m} x {shape.k} x {shape.n} {shape.output}"
         tell(f"{i + 1} of {len(shapes)}: {name}")
-        row = _compare(
-            ShapeTimer(evaluator.isa, shape, machine.l3_bytes), shape, evaluator.rank(shape, 10_000), machine
-        )
-        if row is None:
-            left_out.append(name)
-        else:
-            rows.append(row)
+        timer = ShapeTimer(evaluator.isa, shape, machine.l3_bytes)
+        rows.append(_compare(timer, shape, evaluator.rank(shape, 10_000)))
     tell("")
     bars = _judge(rows)
     return {
@@ -87,62 +81,73 @@ def check(machine: Machine, count: int) -> dict[str, Any]:
         },
         "ok": bool(rows) and all(bar["held"] for bar in bars),
         "bars": bars,
-        "left_out": left_out,
         "shapes": rows,
     }
 
 
-def _compare(
-    timer: ShapeTimer, shape: GemmShape, ranked: Sequence[GemmEstimate], machine: Machine
-) -> dict[str, Any] | None:
-    """Runs all candidates; then the best of them, the model's choice and that of the measured mode in turn; then these
-    two and the fastest of all in turn once more. All while nobody disturbs the host; None where somebody did nearly all
-    the time."""
-    from moesaic.perf.timing import FINALISTS, best_of
+def _compare(timer: ShapeTimer, shape: GemmShape, ranked: Sequence[GemmEstimate]) -> dict[str, Any]:
+    """Runs all candidates; then the ten best of them, the model's choice and that of the measured mode; then these two
+    and the fastest of all once more. Always in rounds, and what counts of a round are ratios."""
+    from moesaic.perf.timing import fastest, relative
 
     configurations = [answer.configuration for answer in ranked]
-    kernels = machine.kernels[timer.isa]
-    predicted = ranked[0].milliseconds
-
-    def run(some: Sequence[Configuration], count: int) -> list[list[float]]:
-        seconds = _TIMES_AS_LONG * count * len(some) * predicted * 1e-3
-        return timer.undisturbed(kernels, some, count, max(_SECONDS, seconds))
-
-    scan_runs = _SCAN_RUNS if _SCAN_RUNS * len(ranked) * predicted < _SCAN_MS else 1
-    scanned = run(configurations, scan_runs)
-    disturbed = [i for i, row in enumerate(scanned) if not row]  # the least of two runs will do to tell the ten best
-    for i, row in zip(disturbed, timer.measure([configurations[i] for i in disturbed], 2), strict=True):
-        scanned[i] = row
-    order = sorted(range(len(scanned)), key=lambda i: min(scanned[i]))[:_FINALS]
-    measured = best_of(timer, kernels, ranked[:FINALISTS])[0].configuration
+    begin = time.perf_counter()
+    measured = fastest(timer, ranked)[0].configuration
+    measuring_s = time.perf_counter() - begin
+    scanned = relative(timer.measure(configurations, _SCAN_ROUNDS))
+    order = sorted(range(len(scanned)), key=scanned.__getitem__)[:_FINALS]
     finals = list(dict.fromkeys([configurations[0], measured, *(configurations[i] for i in order)]))
-    medians = [statistics.median(row) if row else math.inf for row in run(finals, _FINAL_RUNS)]
-    fastest = finals[medians.index(min(medians))]
+    scores = relative(timer.measure(finals, _FINAL_ROUNDS))
+    best = finals[scores.index(min(scores))]
     # Of a dozen equally fast ones some look 3% faster than they are: what counts are runs made after the choice.
-    duel = list(dict.fromkeys([configurations[0], measured, fastest]))
-    least, most = _DUEL_RUNS
-    runs = run(duel, max(least, min(most, int(_DUEL_MS / (len(duel) * predicted)))))
-    count = min(len(row) for row in runs)
-    if count < _FEWEST:
-        return None
-    medians = [statistics.median(row) for row in runs]
-    best = min(medians)
-    chosen_ms, measured_ms = medians[0], medians[duel.index(measured)]
+    duel = list(dict.fromkeys([configurations[0], measured, best]))
+    times = _duel(timer, duel)
+    scores = relative(times)
+    winner = scores.index(min(scores))
+    (analytic, of_analytic), (of_measure, of_measured) = (
+        _ratio(times[i], times[winner]) for i in (0, duel.index(measured))
+    )
     sizes = {name: getattr(shape, name) for name in ("groups", "m", "k", "n", "form", "input", "output")}
     return {
         **sizes,
         "candidates": len(ranked),
-        "repetitions": count,
-        "predicted_ms": predicted,
-        "analytic_ms": chosen_ms,
-        "measured_ms": measured_ms,
-        "best_ms": best,
-        "analytic": chosen_ms / best,
-        "measured": measured_ms / best,
+        "rounds": len(times[0]),
+        "predicted_ms": ranked[0].milliseconds,
+        "analytic_ms": statistics.median(times[0]),
+        "best_ms": statistics.median(times[winner]),
+        "spread": statistics.median(times[winner]) / min(times[winner]),
+        "analytic": analytic,
+        "measured": of_measure,
+        "analytic_uncertainty": of_analytic,
+        "measured_uncertainty": of_measured,
+        "measuring_s": measuring_s,
         "chosen": vars(configurations[0]),
-        "fastest": vars(fastest),
-        "fastest_predicted_ms": next(a.milliseconds for a in ranked if a.configuration == fastest),
+        "measured_choice": vars(measured),
+        "fastest": vars(duel[winner]),
+        "fastest_predicted_ms": next(a.milliseconds for a in ranked if a.configuration == duel[winner]),
     }
+
+
+def _duel(timer: ShapeTimer, configurations: Sequence[Configuration]) -> list[list[float]]:
+    """Rounds until all ratios to the first are certain enough, or the seconds are over."""
+    least, most = _DUEL_ROUNDS
+    until = time.perf_counter() + _DUEL_SECONDS
+    times = timer.measure(configurations, least)
+    while len(times[0]) < most and time.perf_counter() < until:
+        if all(_ratio(row, times[0])[1] <= _CERTAIN for row in times):
+            break
+        for row, more in zip(times, timer.measure(configurations, least), strict=True):
+            row += more
+    return times
+
+
+def _ratio(times: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """Median of the rounds' ratios, and half the width of its 95% interval, which order statistics give."""
+    ratios = sorted(a / b for a, b in zip(times, others, strict=True))
+    half = round(0.98 * math.sqrt(len(ratios)))
+    middle = len(ratios) // 2
+    low, high = ratios[max(middle - half, 0)], ratios[min(middle + half, len(ratios) - 1)]
+    return statistics.median(ratios), 0.5 * (high - low)
 
 
 def _judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -168,8 +173,8 @@ def show(document: dict[str, Any]) -> None:
             f"{row['predicted_ms']:.3f}",
             f"{row['analytic_ms']:.3f}",
             f"{row['best_ms']:.3f}",
-            f"{row['analytic']:.2f}",
-            f"{row['measured']:.2f}",
+            f"{row['analytic']:.3f} ± {row['analytic_uncertainty']:.3f}",
+            f"{row['measured']:.3f} ± {row['measured_uncertainty']:.3f}",
             text(row["chosen"]),
             text(row["fastest"]),
         ]
@@ -177,8 +182,6 @@ def show(document: dict[str, Any]) -> None:
     ]
     header = ["groups x M x K x N", "form", "predicted", "chosen", "best ms", "ratio", "measured", "chosen", "fastest"]
     tables.table("choices of the evaluator against the fastest of all candidates", header, rows)
-    for name in document["left_out"]:
-        tables.line(f"left out, for others used the host all the time: {name}")
     for bar in document["bars"]:
         sign = "✓" if bar["held"] else "✗"
         tables.line(f"{sign} {bar['bar']}: {bar['share']:.0%} of the shapes; the bar is {bar['expected']:.0%}")

@@ -19,6 +19,8 @@ log = logging.getLogger("moesaic.perf")
 PARTS: tuple[str, ...] = _core.gemm_parts
 Space = Literal["pruned", "published"]
 Mode = Literal["analytic", "measured"]
+_ALL = 10_000
+"""More than any shape has candidates."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,14 +238,14 @@ class GemmEvaluator:
         return best
 
     def _measure(self, shapes: list[GemmShape]) -> dict[GemmShape, GemmEstimate]:
-        from moesaic.perf.timing import FINALISTS, ShapeTimer, best_of
+        from moesaic.perf.timing import ShapeTimer, fastest
 
         best = {}
         for shape in shapes:
-            ranked = self.rank(shape, FINALISTS)
+            ranked = self.rank(shape, _ALL)
             self.candidates += ranked[0].candidates
             timer = ShapeTimer(self.isa, shape, self.machine.l3_bytes)
-            answer, milliseconds = best_of(timer, self.machine.kernels[self.isa], ranked)
+            answer, milliseconds = fastest(timer, ranked)
             scale = milliseconds / answer.milliseconds
             parts = {name: value * scale for name, value in answer.parts.items()}
             best[shape] = dataclasses.replace(answer, milliseconds=milliseconds, parts=parts, source="measured")

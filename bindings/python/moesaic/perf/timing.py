@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 import platform
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,14 +16,14 @@ from moesaic.perf.gemm_evaluator import Configuration, GemmEstimate, problem_of
 from moesaic.perf.machine import Kernels, Machine
 from moesaic.perf.shapes import GemmShape
 
-FINALISTS = 6
+FINALISTS = 8
 """Candidates that the measured mode runs."""
-_BUDGET_MS = 500.0
-"""Of running the candidates of one shape in turn."""
-_MOST_SECONDS = 5.0
-"""Of the same, until nobody disturbs it."""
-_LEAST, _MOST = 5, 41
-"""Times that each is run."""
+_FAR = 1.15
+"""Times the least prediction: what is predicted slower is not run."""
+_BUDGET_MS = 800.0
+"""Of running the finalists of one shape."""
+_MOST_ROUNDS = 200
+"""Until half of them are left behind."""
 _MOST_WEIGHT_BYTES = 1 << 30
 
 
@@ -51,6 +55,7 @@ class ShapeTimer:
         self.isa, self._shape = isa, shape
         self._weight_bytes = min(l3_bytes + l3_bytes // 2, _MOST_WEIGHT_BYTES)
         self._forms: dict[str, _core.GroupedGemm] = {}
+        self._random = random.Random(0)
 
     def undisturbed(
         self, kernels: Kernels, configurations: Sequence[Configuration], count: int, seconds: float
@@ -73,36 +78,61 @@ class ShapeTimer:
         return times
 
     def measure(self, configurations: Sequence[Configuration], count: int) -> list[list[float]]:
-        """Milliseconds of `count` runs of each configuration, in turn. Those of one form take turns with each other."""
-        times: list[list[float]] = [[] for _ in configurations]
+        """Milliseconds of each configuration in `count` rounds, in each of which all run once, in another order each
+        time: what ran before decides what the caches hold."""
         for form in dict.fromkeys(c.form for c in configurations):
             if form not in self._forms:
                 problem = problem_of(self._shape, form)
                 self._forms[form] = _core.GroupedGemm(self.isa, problem, self._weight_bytes)
-        forms = {c.form for c in configurations}
-        for _ in range(count if len(forms) > 1 else 1):
-            for form in sorted(forms):
-                at = [i for i, c in enumerate(configurations) if c.form == form]
-                rounds = 1 if len(forms) > 1 else count
-                rows = self._forms[form].measure([configurations[i].as_tuple() for i in at], rounds)
-                for i, row in zip(at, rows, strict=True):
-                    times[i] += row
+        times: list[list[float]] = [[] for _ in configurations]
+        order = list(range(len(configurations)))
+        for _ in range(count):
+            self._random.shuffle(order)
+            for i in order:
+                configuration = configurations[i]
+                times[i] += self._forms[configuration.form].measure([configuration.as_tuple()], 1)[0]
         return times
 
 
-def repetitions(milliseconds: float, candidates: int, budget_ms: float = _BUDGET_MS) -> int:
-    """How often each of some candidates is run, that take about so long each."""
-    return max(_LEAST, min(_MOST, int(budget_ms / max(milliseconds * candidates, 1e-3))))
+def relative(times: Sequence[Sequence[float]]) -> list[float]:
+    """Of each configuration the median, over rounds, of its time as a share of the round's median.
+
+    What others do to the host for longer than a round takes cancels, as it does not in medians of times."""
+    middles = [statistics.median(row) for row in zip(*times, strict=True)]
+    return [statistics.median(map(operator.truediv, row, middles)) for row in times]
 
 
-def best_of(timer: ShapeTimer, kernels: Kernels, ranked: Sequence[GemmEstimate]) -> tuple[GemmEstimate, float]:
-    """The candidate that runs fastest, and its median in milliseconds: while nobody disturbs the host, if that happens
-    in some seconds."""
-    count = repetitions(ranked[0].milliseconds, len(ranked))
-    configurations = [answer.configuration for answer in ranked]
-    runs = timer.undisturbed(kernels, configurations, count, _MOST_SECONDS)
-    if not all(runs):
-        runs = timer.measure(configurations, count)
-    medians = [statistics.median(row) for row in runs]
-    at = medians.index(min(medians))
-    return ranked[at], medians[at]
+def finalists(ranked: Sequence[GemmEstimate], count: int = FINALISTS) -> list[GemmEstimate]:
+    """What is worth running of all candidates, best first: the best of each kind, then the second best of each.
+
+    A kind is what a core does in the same order: form, rows and depth of a call, outermost loop. The best candidates
+    are often many of one kind, which take the same time, and the model is wrong about kinds."""
+    kinds: dict[tuple[object, ...], list[GemmEstimate]] = {}
+    for answer in ranked:
+        if answer.milliseconds <= _FAR * ranked[0].milliseconds:
+            c = answer.configuration
+            kinds.setdefault((c.form, c.call_rows, c.call_depth, c.order), []).append(answer)
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*kinds.values()))
+    return [answer for answer in in_turn if answer is not None][:count]
+
+
+def fastest(timer: ShapeTimer, ranked: Sequence[GemmEstimate]) -> tuple[GemmEstimate, float]:
+    """The finalist that runs fastest and its median in milliseconds, in about a second: rounds in which all run once;
+    the slower half stays behind, again and again."""
+    left = finalists(ranked)
+    # First touch of results and scratch memory: no times that count, but a guess at those.
+    guesses = [row[0] for row in timer.measure([answer.configuration for answer in left], 1)]
+    times: list[list[float]] = [[] for _ in left]
+    budget = _BUDGET_MS
+    while True:
+        halvings = max(1, math.ceil(math.log2(len(left))))
+        round_ms = sum(map(statistics.median, times)) if times[0] else sum(guesses)
+        count = max(1, min(_MOST_ROUNDS, int(budget / halvings / round_ms)))
+        for row, more in zip(times, timer.measure([answer.configuration for answer in left], count), strict=True):
+            row += more
+            budget -= sum(more)
+        scores = relative(times)
+        kept = sorted(range(len(left)), key=scores.__getitem__)[: (len(left) + 1) // 2]
+        left, times = [left[i] for i in kept], [times[i] for i in kept]
+        if len(left) == 1:
+            return left[0], statistics.median(times[0])
