@@ -171,7 +171,7 @@ def test_check_compares_what_it_runs(
         machine = dataclasses.replace(machine, kernels={machine.isa: kernels})
     monkeypatch.setattr(perf.Machine, "here", classmethod(lambda cls: machine))
     small = (LayerCase(ExpertsShape(4, 64, 96, 2, 8), 24), LayerCase(ExpertsShape(4, 96, 64, 2, 0), 40, "zipf"))
-    monkeypatch.setattr(calibration, "calibration_cases", lambda l3_bytes: small)
+    monkeypatch.setattr(check, "calibration_cases", lambda l3_bytes: small)
     shapes = [perf.GemmShape(m=3, k=256, n=128, output="fp32"), perf.GemmShape(groups=2, m=20, k=128, n=96)]
     monkeypatch.setattr(check, "gemm_shapes", lambda: shapes)
     monkeypatch.setattr(check, "layer_cases", lambda *, full: small)

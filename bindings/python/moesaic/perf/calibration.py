@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -20,14 +20,26 @@ from moesaic.perf.layer_model import ExpertsShape, LayerModel, Work
 from moesaic.perf.layer_plan import ceil_div
 from moesaic.perf.rates import LayerRates
 
-__all__ = ["LayerCase", "MeasuredLayer", "Statistic", "calibrate", "calibration_cases", "fit", "measure_layer"]
+__all__ = [
+    "LayerCase",
+    "LayerRun",
+    "MeasuredLayer",
+    "Statistic",
+    "calibrate",
+    "calibration_cases",
+    "fit",
+    "measure_layer",
+    "measure_layers",
+]
 
 Statistic = Callable[[Sequence[float]], float]
 
 
 _PRIOR_WEIGHT = 0.03  # against the relative error of one group of phases in one case
 MOST_SECONDS = 12.0
-"""For the repetitions of a case, if three are done."""
+"""For the repetitions of a case, if one is done in each turn."""
+_TURNS = 4
+"""In which the repetitions of all cases are made."""
 
 
 @dataclass(frozen=True)
@@ -108,92 +120,147 @@ class MeasuredLayer:
     undisturbed: bool = True
 
 
-def measure_layer(
-    case: LayerCase,
-    repetitions: int,
-    statistic: Statistic = statistics.median,
-    undisturbed: Callable[[], bool] = lambda: True,
-    seconds: float = MOST_SECONDS,
-) -> MeasuredLayer:
-    """Runs forward and backward of a case, as `ExpertsLayer` offers them, with an adapter in PEFT's layout.
+class LayerRun:
+    """A case made ready: forward and backward as `ExpertsLayer` offers them, with an adapter in PEFT's layout.
 
     Args:
         case: what is run.
-        repetitions: timed ones; as many again are profiled, in turn with them.
-        statistic: what is taken of the repetitions: the median, or the least on a host that others use.
-        undisturbed: whether nobody else uses the host just now. Repetitions before or after which somebody does are
-            made again; where they all are, they count for want of better ones.
-        seconds: for the repetitions, timed and profiled ones each, if three are done.
+        layers: packed weights by their sizes, which cases share; what is missing is added.
     """
-    s = case.shape
-    shape = LayerShape(s.experts, s.hidden, s.intermediate, s.top_k, s.rank)
-    generator = torch.Generator().manual_seed(0)
-    weights = make_weights(shape, generator, full_copy=False)
-    layer = moesaic.ExpertsLayer(weights.gate_up, weights.down)
-    adapter = make_adapter(shape, generator)
-    batch = make_batch(shape, case.tokens, parse_routing(case.routing), generator)
-    hidden, router = batch.hidden.detach(), batch.router.detach()
-    lora = None
-    if adapter is not None:
-        pairs = []
-        for pair in (adapter.gate_up, adapter.down):
-            a, b = pair.views()
-            pairs.append(moesaic.LoraPair(a.detach(), b.detach(), pair.scale))
-        lora = moesaic.Lora(gate_up=pairs[0], down=pairs[1])
 
-    def call() -> tuple[float, float]:
+    def __init__(self, case: LayerCase, layers: dict[tuple[int, int, int], moesaic.ExpertsLayer]) -> None:
+        s = case.shape
+        self.case = case
+        shape = LayerShape(s.experts, s.hidden, s.intermediate, s.top_k, s.rank)
+        sizes = (s.experts, s.hidden, s.intermediate)
+        if sizes not in layers:
+            weights = make_weights(shape, torch.Generator().manual_seed(0), full_copy=False)
+            layers[sizes] = moesaic.ExpertsLayer(weights.gate_up, weights.down)
+        self._layer = layers[sizes]
+        generator = torch.Generator().manual_seed(1)
+        adapter = make_adapter(shape, generator)
+        batch = make_batch(shape, case.tokens, parse_routing(case.routing), generator)
+        self._hidden, self._ids, self._router = batch.hidden.detach(), batch.ids, batch.router.detach()
+        self._d_out = batch.d_out
+        self._lora = None
+        if adapter is not None:
+            pairs = []
+            for pair in (adapter.gate_up, adapter.down):
+                a, b = pair.views()
+                pairs.append(moesaic.LoraPair(a.detach(), b.detach(), pair.scale))
+            self._lora = moesaic.Lora(gate_up=pairs[0], down=pairs[1])
+        rows = torch.bincount(self._ids.flatten(), minlength=s.experts)
+        self.rows = tuple(int(r) for r in rows)
+        """Of each expert."""
+
+    def call(self) -> tuple[float, float]:
+        """Milliseconds of forward and backward."""
         start = _core.clock_ns()
-        _, saved = layer.forward(hidden, batch.ids, router, lora)
+        _, saved = self._layer.forward(self._hidden, self._ids, self._router, self._lora)
         middle = _core.clock_ns()
         assert saved is not None
-        layer.backward(saved, batch.d_out)
+        self._layer.backward(saved, self._d_out)
         return (middle - start) * 1e-6, (_core.clock_ns() - middle) * 1e-6
 
-    call()
-
-    def profiled() -> dict[str, float]:
+    def profiled(self) -> dict[str, float]:
+        """Thread milliseconds of each group of phases."""
         with moesaic.profile() as profile:
-            call()
+            self.call()
         by_name: dict[str, float] = {}
         for row in profile.phases():
             by_name[row["name"]] = by_name.get(row["name"], 0.0) + row["thread_ms"]
         return {group: sum(by_name.get(name, 0.0) for name in names) for group, names in _TIMERS.items()}
 
-    times, any_undisturbed = repeat_undisturbed(call, repetitions, undisturbed, seconds)
-    phases, _ = repeat_undisturbed(profiled, repetitions, undisturbed, seconds)
-    forward, backward = [f for f, _ in times], [b for _, b in times]
+
+def measure_layers(
+    cases: Sequence[LayerCase],
+    repetitions: int,
+    statistic: Statistic = statistics.median,
+    undisturbed: Callable[[], bool] = lambda: True,
+    seconds: float = MOST_SECONDS,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[MeasuredLayer]:
+    """Runs forward and backward of all cases, in a few turns: what others do to the caches and to the memory for a
+    minute then meets all of them, those that rates are fitted to and those that predictions are held against.
+
+    Args:
+        cases: what is run. All of their weights are in memory at a time, those of the same sizes once.
+        repetitions: timed ones of each; as many again are profiled, in turn with them.
+        statistic: what is taken of the repetitions: the median, or the least on a host that others use.
+        undisturbed: whether nobody else uses the host just now. Repetitions before or after which somebody does are
+            made again; where they all are, they count for want of better ones.
+        seconds: for a case's repetitions, timed and profiled ones each, if a few are done.
+        progress: is told which case is run.
+    """
+    layers: dict[tuple[int, int, int], moesaic.ExpertsLayer] = {}
+    runs = []
+    for case in cases:
+        progress(f"packing: {case}")
+        runs.append(LayerRun(case, layers))
+    timed = [_Repeated(run.call, repetitions) for run in runs]
+    profiled = [_Repeated(run.profiled, repetitions) for run in runs]
+    for turn in range(_TURNS):
+        for run, times, phases in zip(runs, timed, profiled, strict=True):
+            progress(f"turn {turn + 1} of {_TURNS}: {run.case}")
+            run.call()  # its weights come where they are from call to call
+            for some in (times, phases):
+                some.turn(turn, undisturbed, seconds / _TURNS)
+    return [_measured(run, statistic, times, phases) for run, times, phases in zip(runs, timed, profiled, strict=True)]
+
+
+def measure_layer(case: LayerCase, repetitions: int) -> MeasuredLayer:
+    """One case, whatever others do meanwhile; as `measure_layers`."""
+    return measure_layers([case], repetitions)[0]
+
+
+def _measured(
+    run: LayerRun, statistic: Statistic, timed: _Repeated[tuple[float, float]], profiled: _Repeated[dict[str, float]]
+) -> MeasuredLayer:
+    times, phases = timed.results(), profiled.results()
     whole = [f + b for f, b in times]
-    rows = torch.bincount(batch.ids.flatten(), minlength=s.experts)
     return MeasuredLayer(
-        case,
-        tuple(int(r) for r in rows),
-        statistic(forward),
-        statistic(backward),
+        run.case,
+        run.rows,
+        statistic([f for f, _ in times]),
+        statistic([b for _, b in times]),
         statistics.median(whole) / min(whole),
         {group: statistic([phase[group] for phase in phases]) for group in _TIMERS},
-        any_undisturbed,
+        bool(timed.undisturbed),
     )
 
 
 T = TypeVar("T")
 
 
-def repeat_undisturbed(
-    run: Callable[[], T], repetitions: int, undisturbed: Callable[[], bool], seconds: float
-) -> tuple[list[T], bool]:
-    """Results of so many undisturbed runs, fewer where so many seconds are over first; those of all runs, and False,
-    where none was undisturbed."""
-    every: list[T] = []
-    found: list[T] = []
-    until = time.perf_counter() + seconds
-    before = undisturbed()
-    while len(found) < repetitions and (len(every) < 3 or time.perf_counter() < until):
-        every.append(run())
-        after = undisturbed()
-        if before and after:
-            found.append(every[-1])
-        before = after
-    return found or every, bool(found)
+class _Repeated(Generic[T]):
+    """Results of so many undisturbed runs, in turns.
+
+    Args:
+        run: what is repeated.
+        repetitions: that are wanted.
+    """
+
+    def __init__(self, run: Callable[[], T], repetitions: int) -> None:
+        self._run, self._repetitions = run, repetitions
+        self.every: list[T] = []
+        self.undisturbed: list[T] = []
+
+    def turn(self, turn: int, undisturbed: Callable[[], bool], seconds: float) -> None:
+        """Runs until the turn's share of the repetitions is there, or so many seconds are over."""
+        wanted = ceil_div(self._repetitions * (turn + 1), _TURNS)
+        until = time.perf_counter() + seconds
+        before, first = undisturbed(), True
+        while len(self.undisturbed) < wanted and (first or time.perf_counter() < until):
+            result = self._run()
+            after, first = undisturbed(), False
+            self.every.append(result)
+            if before and after:
+                self.undisturbed.append(result)
+            before = after
+
+    def results(self) -> list[T]:
+        """Of the undisturbed runs; of all of them where none was."""
+        return self.undisturbed or self.every
 
 
 def calibrate(
@@ -204,22 +271,18 @@ def calibrate(
     cases: Sequence[LayerCase] | None = None,
     seconds: float = MOST_SECONDS,
 ) -> LayerRates:
-    """Rates of this host, in some ten seconds.
+    """Rates of this host.
 
     Args:
         model: for this machine and as many threads as the engine uses; its rates are where the fit begins.
         repetitions: of each case.
-        statistic: as for measure_layer().
+        statistic: as for measure_layers().
         progress: is told which case is run.
         cases: what is run; None: calibration_cases().
-        seconds: as for measure_layer().
+        seconds: as for measure_layers().
     """
-    measured = []
-    undisturbed = sentinel(model)
-    for case in cases or calibration_cases(model.products.figures["l3_bytes"]):
-        progress(f"calibrating: {case}")
-        measured.append(measure_layer(case, repetitions, statistic, undisturbed, seconds))
-    return fit(model, measured)
+    some = cases or calibration_cases(model.products.figures["l3_bytes"])
+    return fit(model, measure_layers(some, repetitions, statistic, sentinel(model), seconds, progress))
 
 
 def sentinel(model: LayerModel) -> Callable[[], bool]:

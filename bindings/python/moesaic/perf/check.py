@@ -9,7 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic import _core
-from moesaic.perf.calibration import MOST_SECONDS, LayerCase, Statistic, alone, calibrate, measure_layer, sentinel
+from moesaic.perf.calibration import (
+    MOST_SECONDS,
+    LayerCase,
+    MeasuredLayer,
+    Statistic,
+    alone,
+    calibration_cases,
+    fit,
+    measure_layers,
+    sentinel,
+)
 from moesaic.perf.gemm_evaluator import GemmEvaluator
 from moesaic.perf.layer_model import ExpertsShape, LayerModel
 from moesaic.perf.machine import Machine
@@ -112,10 +122,17 @@ def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callabl
     pairs: list[Pair] = []
     left_out: dict[str, str] = {}
     rates: LayerRates | None = None
+    held: list[MeasuredLayer] = []
     if "layer" in plan.parts or "step" in plan.parts:
         rates = None if plan.recalibrate else _kept(path)
+        cases = list(calibration_cases(machine.l3_bytes)) if rates is None else []
+        fitted = len(cases)
+        if "layer" in plan.parts:
+            cases += layer_cases(full=plan.full)
+        measured = measure_layers(cases, plan.repetitions, plan.statistic, sentinel(start), plan.seconds, progress)
+        held = measured[fitted:]
         if rates is None:
-            rates = calibrate(start, plan.repetitions, plan.statistic, progress, seconds=plan.seconds)
+            rates = fit(start, measured[:fitted])
             try:
                 rates.save(path)
             except OSError as error:
@@ -128,8 +145,7 @@ def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callabl
         pairs += found
     if rates is not None:
         model = LayerModel(start.products, rates)
-        if "layer" in plan.parts:
-            pairs += _layers(model, plan, progress, left_out)
+        pairs += _layers(model, held, left_out)
         if "step" in plan.parts:
             try:
                 pairs += _steps(model, plan, progress)
@@ -209,13 +225,10 @@ def _gemms(evaluator: GemmEvaluator, plan: CheckPlan, progress: Callable[[str], 
     return pairs
 
 
-def _layers(
-    model: LayerModel, plan: CheckPlan, progress: Callable[[str], None], left_out: dict[str, str]
-) -> list[Pair]:
-    pairs, undisturbed = [], sentinel(model)
-    for case in layer_cases(full=plan.full):
-        progress(str(case))
-        measured = measure_layer(case, plan.repetitions, plan.statistic, undisturbed, plan.seconds)
+def _layers(model: LayerModel, held: Sequence[MeasuredLayer], left_out: dict[str, str]) -> list[Pair]:
+    pairs = []
+    for measured in held:
+        case = measured.case
         if not measured.undisturbed:
             left_out[str(case)] = _DISTURBED
             continue
