@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.random import default_rng
 from numpy.typing import NDArray
 
 from moesaic.perf.fields import whole
@@ -72,7 +73,7 @@ class RoutingLaw:
 
     def _draw(self, experts: int, top_k: int, tokens: int, seed: int) -> tuple[int, ...]:
         probability = inclusion_probabilities(self.popularity(experts, top_k), top_k)
-        rng = np.random.default_rng(seed)
+        rng = default_rng(seed)
         rows = rng.binomial(tokens, probability)
         for _ in range(64):
             missing = tokens * top_k - int(rows.sum())

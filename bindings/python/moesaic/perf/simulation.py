@@ -11,7 +11,7 @@ from typing import Any, Literal
 from moesaic.perf.communication import Topology
 from moesaic.perf.fields import one_of, whole
 from moesaic.perf.footprint import adapter_parameters, memory_bytes
-from moesaic.perf.garbage import no_collections
+from moesaic.perf.garbage import NoCollections
 from moesaic.perf.gemm_evaluator import GemmEvaluator
 from moesaic.perf.inference import Inference
 from moesaic.perf.layer_model import LayerModel, ShapeLayers
@@ -185,7 +185,7 @@ def run_simulation(
         OSError: a file cannot be read.
     """
     begin = time.perf_counter()
-    with no_collections():
+    with NoCollections():
         run = Simulation(
             topology,
             model if isinstance(model, TransformerConfig) else TransformerConfig.load(model),
