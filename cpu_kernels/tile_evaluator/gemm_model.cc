@@ -84,7 +84,7 @@ struct TaskCost {
   double round_ns = 0;                        ///< sums that are rounded: what their stores are waited for
   bool few = false;                           ///< by the forms for few rows
   double unfetched = 0;                       ///< share of the weights that nothing prefetches
-  bool once = false;                          ///< each weight is met once, by tile loads, which need no prefetch
+  bool once = false;                          ///< on a matrix unit each weight is met once, and nothing is prefetched
   double lost_ns = 0;                         ///< waiting for weights that were prefetched too early
   std::array<double, kMemoryLevels> bytes{};  ///< read or written beyond the caches below that level
 };
@@ -114,7 +114,11 @@ class TaskCounter {
     const std::int64_t call_rows = std::min(c_.call_rows, task.rows), call_columns = std::min(c_.call_columns, task.columns);
     cost.few = task.few_rows > 0;
     const bool whole = cost.few && (p_.form == GemmForm::kDirect || p_.output_bytes == 2);
-    const std::int64_t depth = whole ? p_.k : std::min(c_.call_depth, p_.k);
+    const bool direct = p_.form == GemmForm::kDirect;
+    const std::int64_t cell_panels = direct ? m_.kernel.right_panels : m_.kernel.left_panels;
+    cost.once = p_.form != GemmForm::kGradient && m_.kernel.unpack_overlaps && CeilDiv(call_rows, kPanelRows) <= cell_panels;
+    const bool ring = cost.once && !direct;  // through L1, the whole contraction at once
+    const std::int64_t depth = whole || ring ? p_.k : std::min(c_.call_depth, p_.k);
     const std::int64_t row_calls = CeilDiv(task.rows, call_rows), column_calls = CeilDiv(task.columns, call_columns);
     const std::int64_t parts = CeilDiv(p_.k, depth);  // of the contraction: calls, or slices inside of one
     const bool slices = p_.form == GemmForm::kUnpack && !cost.few;
@@ -126,14 +130,13 @@ class TaskCounter {
     } else {
       CountCells(task, call_rows, parts, cost);
     }
-    const bool direct = p_.form == GemmForm::kDirect;
-    cost.once = direct && m_.kernel.unpack_overlaps && CeilDiv(call_rows, kPanelRows) <= m_.kernel.right_panels;
     const bool prefetches = direct && !cost.once && call_columns <= kMostPrefetched && column_calls > 1;
     // The direct form prefetches from call to call, the unpack form from a slice of a tile column of a call to the next.
     if (p_.form != GemmForm::kGradient) {
-      const std::int64_t pieces = p_.form == GemmForm::kUnpack ? CeilDiv(task.columns, kTileColumns) * (slices ? parts : 1)
-                                  : prefetches                 ? column_calls
-                                                               : 1;
+      const std::int64_t pieces = ring                           ? column_calls
+                                  : p_.form == GemmForm::kUnpack ? CeilDiv(task.columns, kTileColumns) * (slices ? parts : 1)
+                                  : prefetches                   ? column_calls
+                                                                 : 1;
       cost.unfetched = static_cast<double>(p_.form == GemmForm::kUnpack ? column_calls : 1) / static_cast<double>(pieces);
     }
     cost.calls_ns = calls * m_.kernel.call_ns;
@@ -231,9 +234,9 @@ class TaskCounter {
     const double passes = static_cast<double>(CeilDiv(passed_size, passed_group));
     const double kept_between = Product(kept_group + passed_group, depth, 2);
     if (p_.form == GemmForm::kUnpack) {
-      // Written once unpacked, then read from where it was written.
+      // Written once unpacked, then read from where it was written: L1 where it is needed once.
       kept = Product(task.columns, p_.k, 2) * weights / Product(task.columns, p_.k, p_.weight_bytes);
-      AddAgain(cost, 2 * kept_between, kept * (passes + 1));
+      if (!cost.once) AddAgain(cost, 2 * kept_between, kept * (passes + 1));
     } else {
       AddAgain(cost, kept_between, kept * (passes - 1));
     }
