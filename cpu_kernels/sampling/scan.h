@@ -65,7 +65,8 @@ MOESAIC_INLINE float Widened(Float16 x) { return ToFloat(x); }
 
 /// Appends the elements of a block whose bits are set, and returns how many they are. Bits first and elements after all of
 /// them: asking of every vector whether there are any took 25 us a row of 152,000 instead of 16 with one in 100 inside, since
-/// that cannot be predicted; compressing every vector took 26.
+/// that cannot be predicted; compressing every vector took 26. Nor can whether a word has one or two, so it gets two without
+/// being asked, which takes a tenth off a row with top_p.
 template <typename T>
 MOESAIC_INLINE std::int64_t Append(const T* p, const std::uint16_t (&inside)[kBlockVectors], std::int64_t column, float* values,
                                    std::int32_t* columns) {
@@ -73,11 +74,17 @@ MOESAIC_INLINE std::int64_t Append(const T* p, const std::uint16_t (&inside)[kBl
   std::memcpy(words, inside, sizeof(words));
   std::int64_t count = 0;
   for (int word = 0; word < kBlockVectors / 4; ++word) {
-    for (std::uint64_t bits = words[word]; bits != 0; bits &= bits - 1) {
-      const int i = 64 * word + __builtin_ctzll(bits);
+    std::uint64_t bits = words[word];
+    const auto append = [&] {
+      const int i = 64 * word + (__builtin_ctzll(bits | std::uint64_t{1} << 63) & 63);
       values[count] = Widened(p[i]);
-      columns[count++] = static_cast<std::int32_t>(column) + i;
-    }
+      columns[count] = static_cast<std::int32_t>(column) + i;
+      count += bits != 0 ? 1 : 0;
+      bits &= bits - 1;
+    };
+    append();
+    append();
+    while (bits != 0) append();
   }
   return count;
 }
