@@ -20,6 +20,7 @@
 #include "cpu_kernels/fused/linear.h"
 #include "cpu_kernels/isa.h"
 #include "moe/workspace.h"
+#include "profiling/clock.h"
 #include "sampling/sampler.h"
 #include "threadpool/pool.h"
 
@@ -69,6 +70,11 @@ void BindThreads(py::module_& module) {
                                                               : threadpool::ThreadSource::kOpenMp);
       },
       py::arg("source"), unlocked);
+  // Not done while the module is initialised, where an error would come out as ImportError.
+  module.def("apply_environment", [] {
+    profiling::CheckClock();
+    threadpool::Pool::Default().SetSource(SourceFromEnvironment());
+  });
   module.def("get_thread_source",
              [] { return threadpool::Pool::Default().source() == threadpool::ThreadSource::kOwn ? "own" : "openmp"; });
 }
@@ -113,7 +119,6 @@ PYBIND11_MODULE(_core, module) {
       "moesaic";
   bindings::LoadTorch();
   bindings::WatchForTheEnd();
-  moesaic::threadpool::Pool::Default().SetSource(bindings::SourceFromEnvironment());
   bindings::BindThreads(module);
   bindings::BindHost(module);
   bindings::BindProfiling(module);

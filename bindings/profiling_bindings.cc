@@ -186,7 +186,6 @@ void AddMarks(const py::module_& module) {
 }  // namespace
 
 void BindProfiling(py::module_& module) {
-  profiling::CheckClock();
   module.def("set_timers_enabled", &profiling::SetTimersEnabled, py::arg("enabled"));
   module.def("timers_enabled", &profiling::TimersEnabled);
   module.def("reset_timers", &profiling::Reset);

@@ -15,9 +15,10 @@ file(GLOB entries CONFIGURE_DEPENDS LIST_DIRECTORIES true RELATIVE ${sources} ${
 foreach(entry IN LISTS entries)
   file(CREATE_LINK ${sources}/${entry} ${tree}/moesaic/${entry} SYMBOLIC)
 endforeach()
+file(CREATE_LINK ${PROJECT_SOURCE_DIR}/bindings/python/moesaic_command ${tree}/moesaic_command SYMBOLIC)
 file(WRITE ${tree}/moesaic-${PROJECT_VERSION}.dist-info/METADATA
      "Metadata-Version: 2.1\nName: moesaic\nVersion: ${PROJECT_VERSION}\n")
-file(WRITE ${tree}/moesaic-${PROJECT_VERSION}.dist-info/entry_points.txt "[console_scripts]\nmoesaic = moesaic.cli:main\n")
+file(WRITE ${tree}/moesaic-${PROJECT_VERSION}.dist-info/entry_points.txt "[console_scripts]\nmoesaic = moesaic_command:main\n")
 
 set_target_properties(_core PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${tree}/moesaic)
 # Libraries that `moesaic profile` loads into other programs lie beside the module.

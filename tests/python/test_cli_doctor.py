@@ -182,9 +182,55 @@ def test_a_forced_tier_that_is_not_there():
         check=False,
         env={**os.environ, "MOESAIC_ISA": "no_such_tier"},
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stdout == ""
     assert "no_such_tier" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def command(*arguments, **environment):
+    """The program as it is installed, in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", "import sys; from moesaic_command import main; sys.exit(main())", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("MOESAIC_NUM_THREADS", "abc", "a whole number from 1 to 4096"),
+        ("MOESAIC_CLOCK", "sundial", '"system"'),
+        ("MOESAIC_HWLOC_XML", "/no/such/file", "an XML file"),
+        ("MOESAIC_ISA", "no_such_tier", "portable"),
+    ],
+)
+def test_a_wrong_variable_is_one_line(variable, value, expected):
+    process = command("doctor", **{variable: value})
+    out, err = process.communicate()
+    assert process.returncode == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1 and variable in err and value in err and expected in err, err
+
+
+def test_a_wrong_variable_on_import(run_python):
+    result = run_python("import moesaic", MOESAIC_NUM_THREADS="abc")
+    assert result.stderr.splitlines()[-1] == (
+        "ValueError: MOESAIC_NUM_THREADS: 'abc', expected a whole number from 1 to 4096"
+    )
+
+
+@pytest.mark.parametrize("form", [["--json"], []])
+def test_a_reader_that_has_seen_enough(form):
+    process = command(
+        "bench", "sampler", "--vocabulary=100", "--rows=1", "--reps=1", "--peers=", "--settings=plain", *form
+    )
+    process.stdout.close()
+    assert process.wait() == 1
+    assert process.stderr.read() == ""
+    process.stderr.close()
 
 
 @pytest.mark.parametrize("arguments", [[], ["doctr"], ["doctor", "--meassure"], ["doctor", "extra"]])

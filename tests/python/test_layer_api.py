@@ -523,5 +523,5 @@ layer.forward(torch.randn(5, 32), torch.zeros(5, 1, dtype=torch.int64), torch.on
         ("none/a.json", "a folder that exists"),
     ):
         result = run_python(program, MOESAIC_PROFILE=wrong)
-        assert result.returncode != 0 and "ImportError: MOESAIC_PROFILE: path is " in result.stderr
+        assert result.returncode != 0 and "ValueError: MOESAIC_PROFILE: path is " in result.stderr
         assert message in result.stderr

@@ -3,6 +3,9 @@
 ``layer = ExpertsLayer(gate_up_proj, down_proj)`` packs one block of experts,
 ``moe_experts(hidden, ids, weights, layer, lora)`` is the differentiable function, and ``moesaic.hf`` connects both to
 transformers and PEFT.
+
+Importing it raises ValueError, naming the variable, where one of MOESAIC_NUM_THREADS, MOESAIC_THREAD_SOURCE,
+MOESAIC_CLOCK, MOESAIC_HWLOC_XML and MOESAIC_PROFILE cannot be followed.
 """
 
 import os as _os
@@ -14,7 +17,7 @@ from moesaic import main_interpreter as _main_interpreter  # noqa: F401
 # Before the rest, so that the engine's OpenMP is the one that PyTorch brought, and both share one team of threads.
 import torch as _torch  # noqa: F401
 
-from moesaic import nn, perf, sampling
+from moesaic import _core, nn, perf, sampling
 from moesaic._core import UnsupportedHostError
 from moesaic.autograd import moe_experts
 from moesaic.layer import ExpertsLayer, Grads, Saved
@@ -48,8 +51,9 @@ __all__ = [
     "trim_memory",
 ]
 
+_core.apply_environment()
 if _os.environ.get("MOESAIC_PROFILE"):
     try:
         profile_process(_os.environ["MOESAIC_PROFILE"])
     except ValueError as error:
-        raise ImportError(f"MOESAIC_PROFILE: {error}") from None
+        raise ValueError(f"MOESAIC_PROFILE: {error}") from None

@@ -1,12 +1,14 @@
 """The command `moesaic`.
 
-Every command exits 0 when what it says holds, 1 when a check failed or something could not be had, 2 on wrong usage.
-With `--json` stdout carries one JSON document and nothing else; what else is to be said goes to stderr.
+Every command exits 0 when what it says holds, 1 when a check failed or something could not be had, 2 on wrong usage, a
+variable of the environment among it. With `--json` stdout carries one JSON document and nothing else; what else is to
+be said goes to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -41,11 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None: those of the process.
     """
     try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read stdout has read enough
+        # The interpreter flushes stdout once more when it ends (Python's documentation of the signal module, SIGPIPE).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
         args = build_parser().parse_args(argv)
     except SystemExit as stop:  # argparse's way of ending after --help and on wrong usage
         return stop.code if isinstance(stop.code, int) else 2
 
-    import moesaic  # after parsing: wrong usage should not have to wait for torch
+    import moesaic
 
     try:
         code: int = args.run(args)
@@ -53,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"moesaic: {error}", file=sys.stderr)
         return 2
-    except (CommandError, moesaic.UnsupportedHostError) as error:
+    except moesaic.UnsupportedHostError as error:  # MOESAIC_ISA
+        print(f"moesaic: {error}", file=sys.stderr)
+        return 2
+    except CommandError as error:
         print(f"moesaic: {error}", file=sys.stderr)
         return 1
     except MemoryError as error:
