@@ -58,7 +58,8 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   blocking.hidden_columns_per_task = std::min(columns, CeilDivide(CeilDivide(columns, query.threads == 1 ? 1 : tasks), 8) * 8);
   blocking.tokens_per_merge = 32;
   // Every step is timed: four blocks together open a quarter of the ranges.
-  blocking.blocks_per_step = std::clamp<std::int64_t>(kMostStepBytes / (256 * std::max<std::int64_t>(query.rows, 1)), 1, 4);
+  const std::int64_t step_bytes = query.matrix_unit ? kMostStepBytes : kStepBytes;
+  blocking.blocks_per_step = std::clamp<std::int64_t>(step_bytes / (256 * std::max<std::int64_t>(query.rows, 1)), 1, 4);
   // The longest contraction is that of gate and up, in backward.
   blocking.unpack_depth =
       UnpackSlice(query.matrix_unit, CeilDivide(query.intermediate, 16), CeilDivide(query.rows, 16), HostCaches().l2);

@@ -62,8 +62,9 @@ inline constexpr std::int64_t kLoraTaskElements = 64 * 1024;
 /// Rows of I in the smallest task, and in one partial sum of the routing weights' gradient.
 inline constexpr std::int64_t kIntermediateUnit = 128;
 
-/// Bytes of the sums of a step's blocks, gate and up, where those are several.
-inline constexpr std::int64_t kMostStepBytes = std::int64_t{64} << 10;
+/// Bytes of the sums of a step's blocks, gate and up, where those are several. More with slices of the contraction: a slice of
+/// the activations stays in L2 while all blocks pass by.
+inline constexpr std::int64_t kStepBytes = std::int64_t{64} << 10, kMostStepBytes = std::int64_t{256} << 10;
 
 /// Blocking::unpack_depth for a contraction of so many right tiles with so many panels of activations. A matrix unit takes what
 /// stays in L1 as right factors, where those meet more than one cell's rows. Elsewhere a slice's activations, 1 KB for a panel
