@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,16 @@ from hypothesis import strategies as st
 import moesaic
 from moesaic import _core
 from moesaic.perf import GemmEvaluator, GemmShape, Machine
-from moesaic.perf.calibration import LayerCase, MeasuredLayer, alone, fit, measure_layer
+from moesaic.perf.calibration import (
+    _TIMERS,
+    LayerCase,
+    LayerRun,
+    MeasuredLayer,
+    alone,
+    fit,
+    measure_layer,
+    measure_layers,
+)
 from moesaic.perf.layer_model import ExpertsShape, LayerModel, job_slots
 from moesaic.perf.layer_plan import Cut, JobCut, Stage, cut_jobs, run_jobs
 from moesaic.perf.products import Products
@@ -333,3 +343,29 @@ def test_products_are_the_evaluators() -> None:
 def test_bad_input_is_named(make, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_cases_take_turns_and_share_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = ExpertsShape(4, 64, 32, 2, 4)
+    cases = [LayerCase(shape, 6), LayerCase(replace(shape, rank=0), 9), LayerCase(replace(shape, hidden=96), 6)]
+    times = itertools.count(20, -1)  # the least comes last
+    order: list[tuple[LayerCase, object]] = []
+
+    def call(run: LayerRun) -> tuple[float, float]:
+        order.append((run.case, run._layer))
+        time = float(next(times)) if run.case is cases[0] else 7.0
+        return time, 2 * time
+
+    monkeypatch.setattr(LayerRun, "call", call)
+    monkeypatch.setattr(LayerRun, "profiled", lambda run: dict.fromkeys(_TIMERS, 1.0))
+    disturbed = itertools.cycle([True, True, True, False])
+    found = measure_layers(cases, 4, min, lambda: next(disturbed), seconds=60)
+    runs = [case for case, _ in order]
+    # Each turn warms a case up and then repeats it; the next turn comes back to it.
+    assert [case for case, _ in itertools.groupby(runs)] == cases * 4
+    assert len({id(layer) for _, layer in order}) == 2
+    # The least of all runs but the first of each turn, whoever disturbed them.
+    of_first = [20.0 - i for i, case in enumerate(c for c in runs if c is cases[0])]
+    assert found[0].forward_ms == min(of_first) and found[0].backward_ms == 2 * found[0].forward_ms
+    assert [one.forward_ms for one in found[1:]] == [7.0, 7.0] and all(one.undisturbed for one in found)
+    assert [sum(one.rows) for one in found] == [12, 18, 12]

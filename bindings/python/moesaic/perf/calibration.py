@@ -216,7 +216,7 @@ def measure_layer(case: LayerCase, repetitions: int) -> MeasuredLayer:
 def _measured(
     run: LayerRun, statistic: Statistic, timed: _Repeated[tuple[float, float]], profiled: _Repeated[dict[str, float]]
 ) -> MeasuredLayer:
-    times, phases = timed.results(), profiled.results()
+    times, phases = timed.results(statistic), profiled.results(statistic)
     whole = [f + b for f, b in times]
     return MeasuredLayer(
         run.case,
@@ -258,9 +258,10 @@ class _Repeated(Generic[T]):
                 self.undisturbed.append(result)
             before = after
 
-    def results(self) -> list[T]:
-        """Of the undisturbed runs; of all of them where none was."""
-        return self.undisturbed or self.every
+    def results(self, statistic: Statistic) -> list[T]:
+        """Of the undisturbed runs; of all of them where none was, or where the least is taken: what others do only adds
+        to a time, and the least of many disturbed runs is below that of a single undisturbed one."""
+        return self.every if statistic is min or not self.undisturbed else self.undisturbed
 
 
 def calibrate(

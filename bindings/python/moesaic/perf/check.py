@@ -145,7 +145,11 @@ def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callabl
         pairs += found
     if rates is not None:
         model = LayerModel(start.products, rates)
-        pairs += _layers(model, held, left_out)
+        for one in held:
+            if one.undisturbed or plan.statistic is min:
+                pairs += _layer(model, one)
+            else:
+                left_out[str(one.case)] = _DISTURBED
         if "step" in plan.parts:
             try:
                 pairs += _steps(model, plan, progress)
@@ -225,24 +229,25 @@ def _gemms(evaluator: GemmEvaluator, plan: CheckPlan, progress: Callable[[str], 
     return pairs
 
 
-def _layers(model: LayerModel, held: Sequence[MeasuredLayer], left_out: dict[str, str]) -> list[Pair]:
-    pairs = []
-    for measured in held:
-        case = measured.case
-        if not measured.undisturbed:
-            left_out[str(case)] = _DISTURBED
-            continue
-        of_case = alone(model, case.shape)
-        forward = of_case.forward(case.shape, measured.rows).milliseconds
-        backward = of_case.backward(case.shape, measured.rows).milliseconds
-        found = (
+def _layer(model: LayerModel, measured: MeasuredLayer) -> list[Pair]:
+    """Forward and backward of a layer."""
+    case = measured.case
+    of_case = alone(model, case.shape)
+    forward = of_case.forward(case.shape, measured.rows).milliseconds
+    backward = of_case.backward(case.shape, measured.rows).milliseconds
+    return [
+        Pair(
+            f"layer {way}" if case.routing == "uniform" else "skewed routing",
+            f"{case}, {way}",
+            predicted,
+            time,
+            measured.spread,
+        )
+        for way, predicted, time in (
             ("forward", forward, measured.forward_ms),
             ("backward", backward, measured.backward_ms),
         )
-        for way, predicted, time in found:
-            group = f"layer {way}" if case.routing == "uniform" else "skewed routing"
-            pairs.append(Pair(group, f"{case}, {way}", predicted, time, measured.spread))
-    return pairs
+    ]
 
 
 def _engine_calls_ms(step: Callable[[], None]) -> list[float]:
