@@ -48,9 +48,13 @@ forks, source = int(sys.argv[1]), sys.argv[2]
 _core.set_thread_source(source)
 expected = step()
 stop = threading.Event()
+
+def compute():
+    while not stop.is_set():
+        step()
+
 if source == "own":  # from another thread too, while the main thread forks
-    busy = threading.Thread(target=lambda: [step() for _ in iter(stop.is_set, True)])
-    busy.start()
+    threading.Thread(target=compute).start()
 for n in range(forks):
     child = os.fork()
     if child == 0:
