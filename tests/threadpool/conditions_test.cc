@@ -52,17 +52,20 @@ void Bind(const std::vector<int>& cpus) {
   ASSERT_EQ(sched_setaffinity(0, set.bytes(), set.get()), 0);
 }
 
-// ctest gives each test a process of its own, so Host() is not known yet.
-TEST_P(Conditions, OneCpu) {
+bool RightOnOneCpu(ThreadSource source) {
   Bind({Topology::Discover().affinity.back()});
-  EXPECT_EQ(Topology::Host().UsableCores(), 1);
   unsetenv("MOESAIC_NUM_THREADS");
-  Pool by_default(0, GetParam()), more(4, GetParam());
-  EXPECT_EQ(by_default.num_threads(), 1);
+  Pool by_default(0, source), more(4, source);
+  if (Topology::Host().UsableCores() != 1 || by_default.num_threads() != 1) return false;
   for (int round = 0; round < 50; ++round) {
-    ASSERT_TRUE(Works(by_default));
-    ASSERT_TRUE(Works(more));
+    if (!Works(by_default) || !Works(more)) return false;
   }
+  return true;
+}
+
+TEST_P(Conditions, OneCpu) {
+  testing::GTEST_FLAG(death_test_style) = "threadsafe";  // in a new process, where Host() is not known yet
+  EXPECT_EXIT(_exit(RightOnOneCpu(GetParam()) ? 0 : 1), testing::ExitedWithCode(0), "");
 }
 
 TEST_P(Conditions, CpusComeAndGo) {
