@@ -74,17 +74,15 @@ MOESAIC_INLINE std::int64_t Append(const T* p, const std::uint16_t (&inside)[kBl
   std::memcpy(words, inside, sizeof(words));
   std::int64_t count = 0;
   for (int word = 0; word < kBlockVectors / 4; ++word) {
-    std::uint64_t bits = words[word];
-    const auto append = [&] {
+    const auto append = [&](std::uint64_t bits) {  // the lowest one, and returns the others
       const int i = 64 * word + (__builtin_ctzll(bits | std::uint64_t{1} << 63) & 63);
       values[count] = Widened(p[i]);
       columns[count] = static_cast<std::int32_t>(column) + i;
       count += bits != 0 ? 1 : 0;
-      bits &= bits - 1;
+      return bits & (bits - 1);
     };
-    append();
-    append();
-    while (bits != 0) append();
+    std::uint64_t bits = append(append(words[word]));
+    while (bits != 0) bits = append(bits);
   }
   return count;
 }
