@@ -68,7 +68,8 @@ struct UnpackGemmArgs {
   std::int64_t ldc = 0;
   bool accumulate = false;    ///< start from C instead of 0 (only without rows)
   std::int64_t depth = 0;     ///< right tiles (32 rows of weights) of the contraction that are taken at a time, so that their
-                              ///< activations stay in cache: a multiple of 8; 0, or no C: all
+                              ///< activations stay in cache: a multiple of 8; 0, or no C: all. No effect on
+                              ///< a matrix unit whose cell takes all rows at once
   std::int64_t few_rows = 0;  ///< 1 to KernelTier::most_few_rows: so many rows of one panel count, and no others are written
   BFloat16* const* rows = nullptr;  ///< one pointer for each row of C, rounded to bf16; null: the row is dropped
   BFloat16* scratch = nullptr;      ///< UnpackScratchElements(...), 64-byte aligned

@@ -25,7 +25,6 @@ __all__ = [
     "LayerRun",
     "MeasuredLayer",
     "Statistic",
-    "calibrate",
     "calibration_cases",
     "fit",
     "measure_layer",
@@ -262,28 +261,6 @@ class _Repeated(Generic[T]):
         """Of the undisturbed runs; of all of them where none was, or where the least is taken: what others do only adds
         to a time, and the least of many disturbed runs is below that of a single undisturbed one."""
         return self.every if statistic is min or not self.undisturbed else self.undisturbed
-
-
-def calibrate(
-    model: LayerModel,
-    repetitions: int = 7,
-    statistic: Statistic = statistics.median,
-    progress: Callable[[str], None] = lambda text: None,
-    cases: Sequence[LayerCase] | None = None,
-    seconds: float = MOST_SECONDS,
-) -> LayerRates:
-    """Rates of this host.
-
-    Args:
-        model: for this machine and as many threads as the engine uses; its rates are where the fit begins.
-        repetitions: of each case.
-        statistic: as for measure_layers().
-        progress: is told which case is run.
-        cases: what is run; None: calibration_cases().
-        seconds: as for measure_layers().
-    """
-    some = cases or calibration_cases(model.products.figures["l3_bytes"])
-    return fit(model, measure_layers(some, repetitions, statistic, sentinel(model), seconds, progress))
 
 
 def sentinel(model: LayerModel) -> Callable[[], bool]:
