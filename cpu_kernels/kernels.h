@@ -102,6 +102,7 @@ struct PackRowsArgs {
   DType dtype = DType::kFloat32;      ///< fp32 or bf16
   std::int64_t count = 0;
   std::int64_t columns = 0;
+  bool repeat = false;                  ///< columns 16 to 31 are columns 0 to 15 again; `columns` is at most 16 then
   const float* row_scale = nullptr;     ///< [count]; null: 1
   const float* column_scale = nullptr;  ///< [columns]; null: 1
   TileMatrix stored;
@@ -176,12 +177,15 @@ struct MergeRowsArgs {
 /// Vectors of up to 16 neighbours become columns of stored tiles: a matrix whose rows lie side by side, or matrices whose
 /// elements do. In each step s, for x < 16 and columns j < 32, rounded once:
 ///   out[x][s * out_step + StoredPosition(j)] = columns[j][s * step[j] + x]     zero where x >= width or columns[j] is null
+/// With `repeat`, columns 16 to 31 are columns 0 to 15 again.
 struct PackColumnsArgs {
   const void* columns[kTileColumns] = {};
   std::int64_t step[kTileColumns] = {};  ///< elements
   DType dtype = DType::kFloat32;         ///< fp32 or bf16
   std::int64_t width = 16;               ///< values in a vector; no more are read
   std::int64_t steps = 1;
+  bool repeat = false;
+  std::int64_t ahead = 0;          ///< elements from a vector to the one that is prefetched when it is read
   BFloat16* out[kPanelRows] = {};  ///< tile rows, 64-byte aligned; null: dropped
   std::int64_t out_step = 0;       ///< elements, a multiple of 32
 };

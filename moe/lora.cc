@@ -28,28 +28,12 @@ LoraCall::LoraCall(const LayerConfig& config, const Shard& shard, std::span<cons
       pieces_[m].rows = shard.size;
       pieces_[m].columns = padded_input_rank();
     }
-    if (IsTwice(input_rank_)) {
-      for (LoraMatrix m : {kLoraA, kLoraBGate, kLoraBUp}) RepeatRanks(m);
-    }
   }
   if (down_rank_ > 0) {
     pieces_[kLoraADownT].rows = shard.size;
     pieces_[kLoraADownT].columns = padded_down_rank();
     pieces_[kLoraBDownT].rows = padded_down_rank();
     pieces_[kLoraBDownT].columns = config.hidden_size;
-    if (IsTwice(down_rank_)) {
-      for (LoraMatrix m : {kLoraADownT, kLoraBDownT}) RepeatRanks(m);
-    }
-  }
-}
-
-void LoraCall::RepeatRanks(LoraMatrix m) {
-  std::vector<Piece>& parameters = pieces_[m].parameters;
-  const std::size_t count = parameters.size();
-  for (std::size_t i = 0; i < count; ++i) {
-    Piece copy = parameters[i];
-    (m == kLoraA || m == kLoraBDownT ? copy.row : copy.column) += kPanelRows;
-    parameters.push_back(copy);
   }
 }
 
@@ -137,7 +121,7 @@ std::int64_t LoraCall::strips(LoraMatrix m) const {
 }
 
 std::int64_t LoraCall::StripsPerTask(LoraMatrix m, std::int64_t experts) const {
-  const std::int64_t rank = m == kLoraADownT || m == kLoraBDownT ? down_rank_ : input_rank_;
+  const std::int64_t rank = RankOf(m);
   const std::int64_t size = m == kLoraA || m == kLoraBDownT ? config_.hidden_size : shard_.size;
   const std::int64_t worth = kLoraTaskElements * strips(m) / std::max<std::int64_t>(1, rank * size * experts);
   return std::max<std::int64_t>(1, std::min(worth, strips(m)));

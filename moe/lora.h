@@ -60,6 +60,7 @@ class LoraCall {
   bool any() const { return input_rank_ + down_rank_ > 0; }
   /// Whether the matrices of that rank hold it twice.
   static bool IsTwice(std::int64_t rank) { return rank <= kPanelRows; }
+  std::int64_t RankOf(LoraMatrix m) const { return m == kLoraADownT || m == kLoraBDownT ? down_rank_ : input_rank_; }
 
   /// Scale of each rank, zero in the padding: [padded_input_rank()] and [padded_down_rank()].
   const float* input_scale() const { return input_scale_.data(); }
@@ -91,7 +92,10 @@ class LoraCall {
 
   /// Packs strips of one matrix for experts first_expert .. first_expert + targets.size() - 1, at most kLoraGroup; an expert
   /// whose entry has no memory is passed over.
-  void Pack(LoraMatrix m, const Strips& strips, std::int64_t first_expert, std::span<const ExpertLora> targets) const;
+  /// @param contracted  the ranks are contracted over, so that the second copy of those that are held twice is wanted; where
+  ///                    they are not and lie along rows of tiles (kLoraA, kLoraBDownT), it is left as it was
+  void Pack(LoraMatrix m, bool contracted, const Strips& strips, std::int64_t first_expert,
+            std::span<const ExpertLora> targets) const;
 
   /// Adds another shard's sums to this one's: strips of a matrix that is whole in every shard (kLoraA, kLoraBDownT).
   void AddGradients(LoraMatrix m, const Strips& strips, std::span<const ExpertLora> from, std::span<const ExpertLora> to) const;
@@ -142,6 +146,7 @@ class LoraCall {
 
   struct PackCall {
     LoraMatrix m;
+    bool repeat;  ///< ranks along columns are written twice
     Tiles tiles;
     std::int64_t first_expert;
     std::span<const ExpertLora> targets;
@@ -152,6 +157,8 @@ class LoraCall {
   /// Any strides: through dense tiles of fp32, element by element.
   void PackScattered(const PackCall& call) const;
   static void LoadScattered(const Piece& piece, const Block& block, const PackCall& call, Tile* dense);
+  /// The first panel of what was packed once more as the second.
+  static void RepeatPanel(const PackCall& call);
 
   struct WriteCall {
     LoraMatrix m;
@@ -174,8 +181,6 @@ class LoraCall {
   };
   void AddPiece(LoraMatrix m, const TensorView& view, const TensorView* gradient, bool transposed, const Slice& slice,
                 std::int64_t row, std::int64_t column);
-  /// A second copy of each parameter, kPanelRows ranks on.
-  void RepeatRanks(LoraMatrix m);
 
   LayerConfig config_;
   Shard shard_;

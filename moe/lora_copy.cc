@@ -48,6 +48,9 @@ void VisitBlock(std::int64_t expert_stride, std::int64_t row_stride, std::int64_
   }
 }
 
+/// Where the hardware does not run ahead of itself, because vectors lie far apart.
+constexpr std::int64_t kLinesAhead = 64;
+
 }  // namespace
 
 LoraCall::Axis LoraCall::AxisOf(const Piece& piece) const {
@@ -84,18 +87,36 @@ LoraCall::Block LoraCall::Intersect(const Piece& piece, const Tiles& tiles) {
           std::min(piece.column + piece.columns, tiles.end_column * kTileColumns) - column};
 }
 
-void LoraCall::Pack(LoraMatrix m, const Strips& strips, std::int64_t first_expert, std::span<const ExpertLora> targets) const {
-  const PackCall call{m, TilesOf(m, strips), first_expert, targets};
+void LoraCall::Pack(LoraMatrix m, bool contracted, const Strips& strips, std::int64_t first_expert,
+                    std::span<const ExpertLora> targets) const {
+  const bool twice = IsTwice(RankOf(m)), along_rows = m == kLoraA || m == kLoraBDownT;
+  PackCall call{m, twice && !along_rows, TilesOf(m, strips), first_expert, targets};
+  if (twice && along_rows) call.tiles.end_panel = 1;
   // A matrix of up or gate that no adapter feeds is all zeros.
   switch (pieces_[m].parameters.empty() ? Axis::kNone : PackingAxis(pieces_[m])) {
     case Axis::kColumns:
-      return PackAlongRows(call);
+      PackAlongRows(call);
+      break;
     case Axis::kRows:
-      return PackAcrossRows(call);
+      PackAcrossRows(call);
+      break;
     case Axis::kExperts:
-      return PackAcrossExperts(call);
+      PackAcrossExperts(call);
+      break;
     case Axis::kNone:
-      return PackScattered(call);
+      PackScattered(call);
+      break;
+  }
+  if (twice && along_rows && contracted) RepeatPanel(call);
+}
+
+void LoraCall::RepeatPanel(const PackCall& call) {
+  for (const ExpertLora& target : call.targets) {
+    const TileMatrix& matrix = target.matrix[call.m];
+    if (matrix.data == nullptr) continue;
+    for (std::int64_t c = call.tiles.first_column; c < call.tiles.end_column; ++c) {
+      std::memcpy(matrix.Tile(1, c), matrix.Tile(0, c), kTileElements * sizeof(BFloat16));
+    }
   }
 }
 
@@ -107,6 +128,7 @@ void LoraCall::PackAlongRows(const PackCall& call) const {
   args.dtype = pieces.parameters.front().dtype;
   args.count = kPanelRows;
   args.columns = pieces.parameters.front().columns;
+  args.repeat = call.repeat;
   args.panels = 1;
   args.first_column = call.tiles.first_column;
   args.tile_columns = call.tiles.end_column - call.tiles.first_column;
@@ -128,6 +150,8 @@ void LoraCall::PackAlongRows(const PackCall& call) const {
 
 void LoraCall::PackAcrossExperts(const PackCall& call) const {
   const Pieces& pieces = pieces_[call.m];
+  const Piece& nearest = pieces.parameters.front();
+  const std::int64_t step = std::min(std::abs(nearest.row_stride), std::abs(nearest.column_stride));
   const auto pack_tile = [&](std::int64_t panel, std::int64_t column) {
     const std::int64_t first_column = column * kTileColumns, end_row = (panel + 1) * kPanelRows;
     // Rows that the same pieces cover, and rows that none does.
@@ -146,6 +170,8 @@ void LoraCall::PackAcrossExperts(const PackCall& call) const {
         }
       }
       args.steps = end - row;
+      args.repeat = call.repeat;
+      args.ahead = kLinesAhead * step;
       args.out_step = kTileColumns;
       for (std::size_t x = 0; x < call.targets.size(); ++x) {
         const TileMatrix& target = call.targets[x].matrix[call.m];
@@ -184,6 +210,8 @@ void LoraCall::PackAcrossRows(const PackCall& call) const {
       }
     }
     args.steps = count;
+    args.repeat = call.repeat;
+    args.ahead = count * kPanelRows;
     if (count > 1) args.out_step = target.Tile(panel + 1, column) - target.Tile(panel, column);
     for (std::int64_t i = 0; i < kPanelRows; ++i) args.out[i] = target.Tile(panel, column) + i * kTileColumns;
     ChosenKernels().pack_columns(args);
@@ -220,7 +248,8 @@ void LoraCall::PackScattered(const PackCall& call) const {
         PackRowsArgs args;
         args.rows = rows;
         args.count = kPanelRows;
-        args.columns = kTileColumns;
+        args.columns = call.repeat ? kTileColumns / 2 : kTileColumns;
+        args.repeat = call.repeat;
         args.stored = TileMatrix::Activations(call.targets[x].matrix[call.m].Tile(p, c), kPanelRows, kTileColumns);
         args.panels = 1;
         args.tile_columns = 1;

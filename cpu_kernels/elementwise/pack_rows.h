@@ -10,7 +10,7 @@ using namespace moesaic;
 
 /// 32 values in order, rounded.
 MOESAIC_INLINE void NarrowTileRow(const float* from, BFloat16* out) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
   const U16x32 row = NarrowBoth(LoadF32(from), LoadF32(from + 16));
   std::memcpy(out, &row, sizeof(row));
 #else
@@ -102,6 +102,7 @@ inline void PackRows(const PackRowsArgs& args) {
         const std::int64_t row = panel * kPanelRows + i;
         if (row < args.count) {
           LoadTileRow(args, row, k * kTileColumns, rows + i * kTileColumns);
+          if (args.repeat) std::memcpy(rows + i * kTileColumns + 16, rows + i * kTileColumns, 16 * sizeof(BFloat16));
           Prefetch(args, row + ahead / args.tile_columns * kPanelRows,
                    (args.first_column + ahead % args.tile_columns) * kTileColumns);
         } else {

@@ -35,7 +35,9 @@ TEST_P(ColumnsTest, PackColumns) {
     args.width = trial % 2 == 0 ? 16 : 1 + Below(16);
     args.steps = 1 + Below(5);
     args.out_step = kTileColumns * (1 + Below(3));
-    const std::int64_t count = 1 + Below(kTileColumns);
+    args.repeat = trial % 5 == 0;
+    args.ahead = Below(1000);
+    const std::int64_t count = 1 + Below(args.repeat ? 16 : kTileColumns);
     // Exactly the memory that the vectors cover: a sanitizer sees a read beyond it.
     std::vector<std::vector<float>> values(kTileColumns);
     std::vector<std::vector<BFloat16>> rounded(kTileColumns);
@@ -60,8 +62,9 @@ TEST_P(ColumnsTest, PackColumns) {
         if (args.out[x] != nullptr && k % args.out_step < kTileColumns) {
           expected = {0};
           for (std::int64_t j = 0; j < kTileColumns; ++j) {
-            if (StoredPosition(j) != k % args.out_step || args.columns[j] == nullptr || x >= args.width) continue;
-            expected = rounded[j][s * args.step[j] + x];
+            const std::int64_t from = args.repeat ? j % 16 : j;
+            if (StoredPosition(j) != k % args.out_step || args.columns[from] == nullptr || x >= args.width) continue;
+            expected = rounded[from][s * args.step[from] + x];
           }
         }
         ASSERT_EQ(out.As<BFloat16>()[x * pitch + k].bits, expected.bits) << "trial " << trial << " row " << x << " at " << k;

@@ -121,10 +121,11 @@ TEST_P(PackRowsTest, AllOrdersAndScales) {
   std::mt19937_64 random(2);
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     for (const auto& [count, columns] :
-         std::vector<std::pair<std::int64_t, std::int64_t>>{{1, 1}, {16, 32}, {17, 31}, {40, 100}, {5, 257}}) {
+         std::vector<std::pair<std::int64_t, std::int64_t>>{{1, 1}, {16, 32}, {17, 31}, {40, 100}, {5, 257}, {20, 12}}) {
       for (const int scales : {0, 1, 2, 3}) {
         SCOPED_TRACE(testing::Message() << count << " x " << columns << " type " << static_cast<int>(dtype) << " scales "
                                         << scales);
+        const bool repeat = columns == 12;
         Strided source(dtype, count, columns, columns + 3, 1);
         std::vector<const void*> rows;
         Dense expected(RoundUp(count, 32), RoundUp(columns, 32));
@@ -142,6 +143,7 @@ TEST_P(PackRowsTest, AllOrdersAndScales) {
             const float scale = ((scales & 1) != 0 ? row_scale[static_cast<std::size_t>(i)] : 1.0f) *
                                 ((scales & 2) != 0 ? column_scale[static_cast<std::size_t>(j)] : 1.0f);
             expected(i, j) = ToFloat(ToBFloat16(value * scale));
+            if (repeat) expected(i, 16 + j) = expected(i, j);
           }
         }
         Tiles stored(Order::kStored, expected.rows, columns, false);
@@ -156,6 +158,7 @@ TEST_P(PackRowsTest, AllOrdersAndScales) {
         args.dtype = dtype;
         args.count = count;
         args.columns = columns;
+        args.repeat = repeat;
         args.row_scale = (scales & 1) != 0 ? row_scale.data() : nullptr;
         args.column_scale = (scales & 2) != 0 ? column_scale.data() : nullptr;
         args.panels = RoundUp(count, 32) / 16;
