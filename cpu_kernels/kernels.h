@@ -89,10 +89,12 @@ struct GradientSegment {
 struct GradientGemmArgs {
   std::span<const GradientSegment> segments;
   std::int64_t first_panel = 0;
-  std::int64_t panels = 0;  ///< rows of C / 16
-  float* c = nullptr;       ///< [16 panels][ldc], 64-byte aligned rows; 16 * right.panels columns are written
-  std::int64_t ldc = 0;     ///< elements, a multiple of 16
-  bool accumulate = false;  ///< start from C instead of 0
+  std::int64_t panels = 0;    ///< rows of C / 16
+  float* c = nullptr;         ///< [16 panels][ldc], 64-byte aligned rows; 16 * right.panels columns are written
+  std::int64_t ldc = 0;       ///< elements, a multiple of 16
+  bool accumulate = false;    ///< start from C instead of 0
+  std::int64_t few_rows = 0;  ///< 1 to KernelTier::most_few_rows: so many t count, and no others are read but the last one's
+                              ///< partner in its pair, which is zero
 };
 
 /// Rounds rows to bf16 and lays them out as tiles: value = row[c] * row_scale[r] * column_scale[c], in fp32, rounded once.

@@ -39,6 +39,14 @@ void Unpack(const UnpackGemmArgs& args) {
 }
 
 template <class Cell>
+void Gradient(const GradientGemmArgs& args) {
+  if constexpr (!std::is_void_v<typename Cell::Product>) {
+    if (args.few_rows > 0) return FewRowsGradient<typename Cell::Product>(args);
+  }
+  GradientGemm<Cell>(args);
+}
+
+template <class Cell>
 constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
   return {name,
           Cell::kMaxA,
@@ -48,7 +56,7 @@ constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
           runs_here,
           Direct<Cell>,
           Unpack<Cell>,
-          GradientGemm<Cell>,
+          Gradient<Cell>,
           PackRows,
           TransposePairs,
           SwigluForward,

@@ -40,7 +40,7 @@ std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, std::int64_t
   wq = {place(lora.wants(kLoraADownT), by_rank2), place(lora.wants(kLoraADownT), by_rank2)};
   for (const LoraMatrix m : kIntermediateSums) {
     const bool wanted = in_chunks && lora.wants(m);
-    partial[m] = wanted ? carver.Take<float>(RoundUp(inner, kTileColumns) * RoundUp(lora.columns(m), kTileColumns)) : nullptr;
+    partial[m] = wanted ? carver.Take<float>(RoundUp(inner, kTileColumns) * lora.gradient_columns(m)) : nullptr;
   }
   return carver.used();
 }

@@ -170,7 +170,8 @@ void BackwardPass::BlockGradients(const Job& job, const BackwardBuffers& buffers
       GradientGemmArgs gemm;
       gemm.segments = {segments.data(), right.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
       gemm.panels = CeilDiv(block.rows, kPanelRows);
-      gemm.ldc = RoundUp(lora.columns(m), kTileColumns);
+      gemm.ldc = lora.gradient_columns(m);
+      gemm.few_rows = FewRows(job);
       // The expert's first job starts the sums.
       gemm.c = (job.previous < 0 ? LoraOf(job).gradient[m] : buffers.partial[m]) + block.block * kTileColumns * gemm.ldc;
       kernels.gradient_gemm(gemm);
@@ -190,7 +191,7 @@ void BackwardPass::SumIntermediate(std::int64_t index, std::int64_t part) {
   for (const LoraMatrix m : kIntermediateSums) {
     if (!lora.wants(m)) continue;
     PhaseRange range(PhaseOfGradient(m));
-    const std::int64_t ld = RoundUp(lora.columns(m), kTileColumns);
+    const std::int64_t ld = lora.gradient_columns(m);
     const std::int64_t end = std::min(blocks.end * kTileColumns, InnerOf(job)) * ld;
     for (std::int64_t i = blocks.begin * kTileColumns * ld; i < end; ++i) expert.gradient[m][i] += buffers.partial[m][i];
   }

@@ -81,11 +81,13 @@ void BackwardPass::DownGradients(const Job& job, const BackwardBuffers& buffers,
   GradientGemmArgs gemm;
   gemm.segments = {&segment, 1};
   gemm.panels = left.panels;
-  gemm.ldc = lora.padded_down_rank();
+  gemm.ldc = lora.gradient_columns(kLoraBDownT);
   gemm.accumulate = job.previous >= 0;
+  gemm.few_rows = FewRows(job);
   for (std::int64_t column = columns.begin; column < columns.end; ++column) {
     TransposePairsArgs transpose;
     transpose.pairs = buffers.d;
+    transpose.pairs.panels = CeilDiv(job.rows, kPanelRows);
     transpose.stored = FewRows(job) > 0;
     transpose.column = column;
     transpose.transposed = left;
@@ -117,7 +119,7 @@ void BackwardPass::InputGradients(const Job& job, const BackwardBuffers& buffers
       pack.count = job.rows;
       pack.columns = width;
       pack.row_pairs = right;
-      pack.panels = 2 * right.columns;
+      pack.panels = FewRows(job) > 0 ? 1 : 2 * right.columns;
       pack.tile_columns = count;
       kernels.pack_rows(pack);
     }
@@ -130,6 +132,7 @@ void BackwardPass::InputGradients(const Job& job, const BackwardBuffers& buffers
     gemm.ldc = padded_hidden;
     gemm.c = LoraOf(job).gradient[kLoraA] + column;
     gemm.accumulate = job.previous >= 0;
+    gemm.few_rows = FewRows(job);
     kernels.gradient_gemm(gemm);
   }
 }

@@ -92,7 +92,8 @@ ExpertLora LoraCall::Bind(void* matrices, void* gradients) const {
     matrix.data = tiles.Take<BFloat16>(matrix.size());
     lora.matrix[m] = matrix;
     if (!pieces.gradients.empty() && gradients != nullptr) {
-      lora.gradient[m] = sums.Take<float>(matrix.panels * kPanelRows * matrix.columns * kTileColumns);
+      const auto which = static_cast<LoraMatrix>(m);
+      lora.gradient[m] = sums.Take<float>(gradient_rows(which) * gradient_columns(which));
     }
   }
   return lora;
@@ -108,9 +109,9 @@ std::int64_t LoraCall::expert_bytes() const {
 
 std::int64_t LoraCall::gradient_bytes() const {
   std::int64_t bytes = 0;
-  for (const Pieces& p : pieces_) {
-    if (p.gradients.empty()) continue;
-    bytes += TileMatrix::Weights(nullptr, p.rows, p.columns).size() * static_cast<std::int64_t>(sizeof(float));
+  for (int i = 0; i < kNumLoraMatrices; ++i) {
+    const auto m = static_cast<LoraMatrix>(i);
+    if (wants(m)) bytes += gradient_rows(m) * gradient_columns(m) * static_cast<std::int64_t>(sizeof(float));
   }
   return bytes;
 }
@@ -122,8 +123,7 @@ std::int64_t LoraCall::strips(LoraMatrix m) const {
 
 std::int64_t LoraCall::StripsPerTask(LoraMatrix m, std::int64_t experts) const {
   const std::int64_t rank = RankOf(m);
-  const std::int64_t size = m == kLoraA || m == kLoraBDownT ? config_.hidden_size : shard_.size;
-  const std::int64_t worth = kLoraTaskElements * strips(m) / std::max<std::int64_t>(1, rank * size * experts);
+  const std::int64_t worth = kLoraTaskElements * strips(m) / std::max<std::int64_t>(1, rank * FeaturesOf(m) * experts);
   return std::max<std::int64_t>(1, std::min(worth, strips(m)));
 }
 

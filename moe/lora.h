@@ -39,7 +39,7 @@ inline constexpr int kNumLoraMatrices = 5;
 inline constexpr std::int64_t kLoraGroup = 16;
 
 /// One expert's adapters in tiles, for one shard of I, and where their gradients add up: fp32
-/// [gradient_rows][gradient_columns], padded like the matrices; null where no gradient is wanted.
+/// [gradient_rows][gradient_columns]; null where no gradient is wanted.
 struct ExpertLora {
   std::array<TileMatrix, kNumLoraMatrices> matrix;
   std::array<float*, kNumLoraMatrices> gradient{};
@@ -60,7 +60,9 @@ class LoraCall {
   bool any() const { return input_rank_ + down_rank_ > 0; }
   /// Whether the matrices of that rank hold it twice.
   static bool IsTwice(std::int64_t rank) { return rank <= kPanelRows; }
+  /// A matrix is of so many ranks (R1 or R2) and features (H or I).
   std::int64_t RankOf(LoraMatrix m) const { return m == kLoraADownT || m == kLoraBDownT ? down_rank_ : input_rank_; }
+  std::int64_t FeaturesOf(LoraMatrix m) const { return m == kLoraA || m == kLoraBDownT ? config_.hidden_size : shard_.size; }
 
   /// Scale of each rank, zero in the padding: [padded_input_rank()] and [padded_down_rank()].
   const float* input_scale() const { return input_scale_.data(); }
@@ -69,12 +71,13 @@ class LoraCall {
   bool wants(LoraMatrix m) const { return !pieces_[m].gradients.empty(); }
   bool wants_any() const;
 
-  /// Rows and columns of a packed matrix and of its gradient; 0 rows where there is no such adapter.
+  /// Rows and columns of a packed matrix; 0 rows where there is no such adapter.
   std::int64_t rows(LoraMatrix m) const { return pieces_[m].rows; }
   std::int64_t columns(LoraMatrix m) const { return pieces_[m].columns; }
-  /// The gradient of b_down_t adds up as [H, R2], that of the parameter.
-  std::int64_t gradient_rows(LoraMatrix m) const { return m == kLoraBDownT ? columns(m) : rows(m); }
-  std::int64_t gradient_columns(LoraMatrix m) const { return m == kLoraBDownT ? rows(m) : columns(m); }
+  /// Of the sums of its gradient: whole panels of ranks, whole tiles of features. Those of b_down_t are [H, R2], as the
+  /// parameter is.
+  std::int64_t gradient_rows(LoraMatrix m) const { return GradientSide(m, m == kLoraA); }
+  std::int64_t gradient_columns(LoraMatrix m) const { return GradientSide(m, m != kLoraA); }
 
   /// Bytes of one expert's matrices, and of its gradients.
   std::int64_t expert_bytes() const;
@@ -104,6 +107,10 @@ class LoraCall {
   void WriteGradients(LoraMatrix m, const Strips& strips, std::int64_t first_expert, std::span<const ExpertLora> sources) const;
 
  private:
+  std::int64_t GradientSide(LoraMatrix m, bool ranks) const {
+    return ranks ? RoundUp(RankOf(m), kPanelRows) : RoundUp(FeaturesOf(m), kTileColumns);
+  }
+
   /// Part of a packed matrix that one parameter covers; strides in elements of (expert, row, column).
   struct Piece {
     void* data;

@@ -278,13 +278,13 @@ void LoraCall::LoadScattered(const Piece& piece, const Block& block, const PackC
 void LoraCall::AddGradients(LoraMatrix m, const Strips& strips, std::span<const ExpertLora> from,
                             std::span<const ExpertLora> to) const {
   const Tiles tiles = GradientTilesOf(m, strips);
-  const std::int64_t ld = RoundUp(gradient_columns(m), kTileColumns);
-  const std::int64_t first = tiles.first_column * kTileColumns, end = tiles.end_column * kTileColumns;
+  const std::int64_t ld = gradient_columns(m), rows = std::min(tiles.end_panel * kPanelRows, gradient_rows(m));
+  const std::int64_t first = tiles.first_column * kTileColumns, end = std::min(tiles.end_column * kTileColumns, ld);
   for (std::size_t x = 0; x < to.size(); ++x) {
     const float* addend = from[x].gradient[m];
     float* sum = to[x].gradient[m];
     if (sum == nullptr) continue;
-    for (std::int64_t i = tiles.first_panel * kPanelRows; i < tiles.end_panel * kPanelRows; ++i) {
+    for (std::int64_t i = tiles.first_panel * kPanelRows; i < rows; ++i) {
       for (std::int64_t j = first; j < end; ++j) sum[i * ld + j] += addend[i * ld + j];
     }
   }
@@ -292,7 +292,7 @@ void LoraCall::AddGradients(LoraMatrix m, const Strips& strips, std::span<const 
 
 void LoraCall::WriteGradients(LoraMatrix m, const Strips& strips, std::int64_t first_expert,
                               std::span<const ExpertLora> sources) const {
-  const std::int64_t ld = RoundUp(gradient_columns(m), kTileColumns);
+  const std::int64_t ld = gradient_columns(m);
   const Tiles tiles = GradientTilesOf(m, strips);
   for (const Piece& piece : pieces_[m].gradients) {
     const WriteCall call{m, Intersect(piece, tiles), ld, first_expert, sources};

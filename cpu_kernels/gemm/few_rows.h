@@ -1,10 +1,12 @@
-// Both forms of GEMM for few rows of activations, on tiers without a matrix unit. A cell (cell.h) computes whole panels of
+// The forms of GEMM for few rows of activations, on tiers without a matrix unit. A cell (cell.h) computes whole panels of
 // 16 rows, whose work is lost where an expert has one or two; here it grows with the rows that there are.
 //
 //   direct   A vector runs along the contraction: a row of a stored tile times a row of the activations, 32 products at a time,
 //            and the 16 partial sums of a result are added up at the end, in one fixed tree.
 //   unpack   A vector runs along the columns of the weights, as in a cell, in registers all the way from the stored tile; the
 //            order of summation is the cell's.
+//   gradient A vector runs along a panel of the right factor, and there are no products but those of the rows; the order of
+//            summation is the cell's here too.
 //
 // A product is what an instruction set brings:
 //
@@ -292,6 +294,38 @@ void FewRowsUnpack(const UnpackGemmArgs& args) {
     }
   }
   if (args.rows != nullptr) StreamFence();
+}
+
+// ---- Gradient ----
+
+template <class Product>
+void FewRowsGradient(const GradientGemmArgs& args) {
+  const std::int64_t pairs = CeilDiv(args.few_rows, 2), right_panels = args.segments[0].right.panels;
+  for (std::int64_t p = 0; p < args.panels; ++p) {
+    for (std::int64_t n = 0; n < right_panels; ++n) {
+      float* c = args.c + p * kPanelRows * args.ldc + n * kPanelRows;
+      F32x16 sum[kPanelRows] = {};
+      if (args.accumulate) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kPanelRows; ++i) sum[i] = LoadF32(c + i * args.ldc);
+      }
+      for (const GradientSegment& segment : args.segments) {
+        const BFloat16* left = segment.left.Tile(args.first_panel + p, 0);
+        const BFloat16* right = segment.right.Tile(n, 0);
+        for (std::int64_t k = 0; k < pairs; ++k) {
+          const U32x16 row = LoadPairs(right + k * kTileColumns);
+#pragma GCC unroll 16
+          for (int i = 0; i < kPanelRows; ++i) {
+            std::uint32_t pair;
+            std::memcpy(&pair, left + i * kTileColumns + 2 * k, sizeof(pair));
+            sum[i] = Product::Add(sum[i], U32x16{} + pair, row);
+          }
+        }
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < kPanelRows; ++i) StoreF32(c + i * args.ldc, sum[i]);
+    }
+  }
 }
 
 }  // namespace

@@ -191,6 +191,48 @@ TEST_P(FewRowsTest, UnpackForm) {
   }
 }
 
+// One order of summation here too. Beyond the rows is NaN, but for the other half of the last one's pair.
+TEST_P(FewRowsTest, GradientForm) {
+  for (const Shape& shape : kShapes) {
+    for (std::int64_t rows = 1; rows <= tier_->most_few_rows; ++rows) {
+      SCOPED_TRACE(testing::Message() << "rows " << rows << " M " << shape.depths[0] << " N " << shape.n);
+      std::vector<Tiles> tiles;
+      std::vector<GradientSegment> few, padded;
+      tiles.reserve(4 * shape.depths.size());
+      for (std::size_t s = 0; s < shape.depths.size(); ++s) {
+        Dense left = RandomValues(shape.depths[0], 32, random_), right = RandomValues(32, shape.n, random_);
+        for (const float beyond : {0.0f, kNan}) {
+          const std::int64_t first = beyond == 0.0f ? rows : RoundUp(rows, 2);
+          for (std::int64_t t = first; t < 32; ++t) {
+            for (std::int64_t i = 0; i < left.rows; ++i) left(i, t) = beyond;
+            for (std::int64_t j = 0; j < right.cols; ++j) right(t, j) = beyond;
+          }
+          tiles.emplace_back(Order::kOperand, left, false);
+          tiles.emplace_back(Order::kRowPairs, right, false);
+          (beyond == 0.0f ? padded : few).push_back({tiles[tiles.size() - 2].matrix(), tiles.back().matrix()});
+        }
+      }
+      GradientGemmArgs args;
+      args.panels = CeilDiv(shape.depths[0], 16);
+      args.ldc = RoundUp(shape.n, 16) + 16;
+      const std::int64_t size = args.panels * 16 * args.ldc * 4;
+      const PoisonedBuffer expected(size), c(size);
+      for (const bool accumulate : {false, true}) {
+        args.accumulate = accumulate;
+        args.segments = padded;
+        args.few_rows = 0;
+        args.c = expected.As<float>();
+        tier_->gradient_gemm(args);
+        args.segments = few;
+        args.few_rows = rows;
+        args.c = c.As<float>();
+        tier_->gradient_gemm(args);
+        ASSERT_EQ(std::memcmp(expected.As<float>(), c.As<float>(), static_cast<std::size_t>(size)), 0);
+      }
+    }
+  }
+}
+
 TEST_P(FewRowsTest, NanAndInfPropagate) {
   for (const float bad : {kNan, std::numeric_limits<float>::infinity()}) {
     Problem direct;

@@ -283,8 +283,7 @@ TEST_P(LoraTest, EveryLayoutToTilesAndBack) {
               const float* sums = expert.gradient[m];
               std::size_t p = 0;
               while (problem.parameters[p].get() != source.parameter) ++p;
-              const std::int64_t at =
-                  m == kLoraBDownT ? c * RoundUp(rows, kTileColumns) + r : r * RoundUp(columns, kTileColumns) + c;
+              const std::int64_t at = m == kLoraBDownT ? c * lora.gradient_columns(m) + r : r * lora.gradient_columns(m) + c;
               StoreFloat(expected_views[p], first + x, source.i, source.j, sums != nullptr ? sums[at] : 0.0f);
             }
           }
