@@ -128,7 +128,7 @@ void Executor::CloseToHelpers() {
 }
 
 void Executor::RunUntilDone(int lane, int worker) {
-  Spin spin(yield_);
+  Spin spin(yield_, Spin::kLimitInJob);
   for (;;) {
     Work(lane, worker);
     LaneClock& clock = lanes_[lane].clock;

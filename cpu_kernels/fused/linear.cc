@@ -47,7 +47,19 @@ struct Plan {
   std::int64_t blocks;         ///< of rows
   std::int64_t split_columns;  ///< a multiple of 32
   std::int64_t splits;         ///< of columns
+  std::int64_t whole;          ///< blocks of block_rows; those after them have half as many
 };
+
+/// Rows [begin, end).
+struct Rows {
+  std::int64_t begin, end;
+};
+
+Rows RowsOf(const Plan& plan, std::int64_t block, std::int64_t all) {
+  const std::int64_t halves = std::max<std::int64_t>(block - plan.whole, 0), half = plan.block_rows / 2;
+  const std::int64_t begin = (block - halves) * plan.block_rows + halves * half;
+  return {begin, std::min(begin + (block < plan.whole ? plan.block_rows : half), all)};
+}
 
 /// The sizes of a product: T rows, `columns` of the result, `depth` of the contraction.
 struct Shape {
@@ -64,7 +76,8 @@ std::int64_t RowsPerTask(std::int64_t row_bytes) {
 /// Of a norm alone: whole rows.
 Plan MakeNormPlan(const Shape& shape, std::int64_t row_bytes) {
   const std::int64_t rows = RowsPerTask(row_bytes);
-  return {rows, CeilDiv(shape.rows, rows), shape.columns, 1};
+  const std::int64_t blocks = CeilDiv(shape.rows, rows);
+  return {rows, blocks, shape.columns, 1, blocks};
 }
 
 Plan MakePlan(const Shape& shape, bool is_bf16, bool whole_rows, int threads) {
@@ -77,18 +90,16 @@ Plan MakePlan(const Shape& shape, bool is_bf16, bool whole_rows, int threads) {
   // fp32 weights take twice as long to multiply with as to bring, at 128 rows already; more only fill the cache.
   const std::int64_t most = std::clamp<std::int64_t>(budget / row_bytes / 32 * 32, 64, is_bf16 ? 256 : 128);
   Plan plan{};
-  plan.blocks = CeilDiv(shape.rows, most);
-  if (plan.blocks >= threads) {
-    // As many blocks as threads, or twice or three times as many: none waits for another's last one.
-    plan.blocks = RoundUp(plan.blocks, threads);
-    plan.block_rows = RoundUp(CeilDiv(shape.rows, plan.blocks), 32);
-  } else {
-    // Below 128 rows too little is computed with what is read of the weights.
-    plan.block_rows = std::min(most, std::max<std::int64_t>(128, RoundUp(CeilDiv(shape.rows, threads), 32)));
-  }
-  plan.block_rows = std::min(plan.block_rows, RoundUp(shape.rows, 32));
-  plan.blocks = CeilDiv(shape.rows, plan.block_rows);
+  // Below 128 rows too little is computed with what is read of the weights; above that, four blocks a thread.
+  const std::int64_t quarter = RoundUp(CeilDiv(shape.rows, 4 * threads), 32);
+  plan.block_rows = std::min({most, std::max<std::int64_t>(quarter, 128), RoundUp(shape.rows, 32)});
+  plan.blocks = plan.whole = CeilDiv(shape.rows, plan.block_rows);
   plan.splits = plan.blocks >= threads ? 1 : std::min(CeilDiv(2 * threads, plan.blocks), CeilDiv(columns, 64));
+  if (plan.blocks > threads && plan.block_rows % 64 == 0) {
+    // Threads are not equally fast, least of all two of one core: the last block of each is cut in halves.
+    plan.whole = std::max<std::int64_t>(shape.rows / plan.block_rows - threads, 0);
+    plan.blocks = plan.whole + CeilDiv(shape.rows - plan.whole * plan.block_rows, plan.block_rows / 2);
+  }
   plan.split_columns = RoundUp(CeilDiv(columns, plan.splits), 32);
   plan.splits = CeilDiv(columns, plan.split_columns);
   return plan;
@@ -137,8 +148,7 @@ class LinearRun {
     base_ = scratch.data();
     auto* const sums = reinterpret_cast<float*>(base_ + pool_.num_threads() * worker_bytes_);
     pool_.ParallelFor(plan_.blocks * plan_.splits, [&](std::int64_t i, int worker) {
-      const std::int64_t row = i / plan_.splits * plan_.block_rows, column = i % plan_.splits * plan_.split_columns;
-      Block(row, column, worker, apart ? sums : nullptr);
+      Block(RowsOf(plan_, i / plan_.splits, shape_.rows), i % plan_.splits * plan_.split_columns, worker, apart ? sums : nullptr);
     });
     if (!apart) return;
     pool_.ParallelFor(CeilDiv(shape_.rows, kRowsApart), [&](std::int64_t i, int worker) {
@@ -187,9 +197,9 @@ class LinearRun {
   }
 
   /// @param all_sums  where the sums of all rows go, for an epilogue of its own; null: the block is finished here
-  void Block(std::int64_t row, std::int64_t column, int worker, float* all_sums) {
+  void Block(const Rows& block, std::int64_t column, int worker, float* all_sums) {
     Memory memory = MemoryOf(worker);
-    const std::int64_t rows = std::min(plan_.block_rows, shape_.rows - row);
+    const std::int64_t row = block.begin, rows = block.end - block.begin;
     const std::int64_t end = std::min(column + plan_.split_columns, shape_.columns);
     if (args_.weight == nullptr) return Epilogue(row, rows, column, end, nullptr, memory);
     PackInput(row, rows, memory);
