@@ -172,6 +172,10 @@ class MachineProbe {
   double Stream(const std::string& isa, bool direct, std::int64_t rows, double seconds) {
     return stream_.Measure(RunnableTier(isa), direct, rows, seconds);
   }
+  double Uneven(const std::string& isa) { return bench::MeasureUneven(RunnableTier(isa), pool_); }
+  std::unique_ptr<bench::KernelProbe> Kernels(const std::string& isa) {
+    return std::make_unique<bench::KernelProbe>(RunnableTier(isa), &pool_);
+  }
   std::pair<double, double> Dispatch() {
     const bench::PoolFigures figures = bench::MeasurePool(pool_);
     return {figures.job_us, figures.task_us};
@@ -195,6 +199,7 @@ py::dict KernelFiguresOf(const bench::KernelProbe& probe) {
   }
   row["few_tile_ns"] = few;
   row["cell_ns"] = figures.cell_ns;
+  row["again_ns"] = figures.again_ns;
   row["call_ns"] = figures.call_ns;
   row["unpack_tile_ns"] = figures.unpack_tile_ns;
   row["unpack_overlaps"] = figures.unpack_overlaps;
@@ -211,7 +216,10 @@ void RegisterMachineProbe(py::module_& module) {
       .def("memory", &MachineProbe::Memory, py::arg("seconds"), WithoutLock())
       .def("stream", &MachineProbe::Stream, py::arg("isa"), py::arg("direct"), py::arg("rows"), py::arg("seconds"),
            WithoutLock())
-      .def("dispatch", &MachineProbe::Dispatch, WithoutLock());
+      .def("dispatch", &MachineProbe::Dispatch, WithoutLock())
+      .def("uneven", &MachineProbe::Uneven, py::arg("isa"), WithoutLock())
+      .def("kernels", &MachineProbe::Kernels, py::arg("isa"), py::keep_alive<0, 1>(),
+           "A KernelProbe on all threads at the same time.");
   py::class_<bench::LatencyProbe>(module, "LatencyProbe", "Loads that depend on each other; profiling/bench/machine_probe.h.")
       .def(py::init<std::int64_t>(), py::arg("bytes"), WithoutLock())
       .def("measure", &bench::LatencyProbe::Measure, py::arg("seconds"), WithoutLock());

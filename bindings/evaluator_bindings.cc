@@ -43,6 +43,7 @@ MachineModel MachineOf(const py::dict& figures) {
   machine.l3_bytes = Field<std::int64_t>(figures, "l3_bytes");
   machine.job_us = Field<double>(figures, "job_us");
   machine.task_us = Field<double>(figures, "task_us");
+  machine.uneven = Field<double>(figures, "uneven");
   KernelFigures& kernel = machine.kernel;
   kernel.left_panels = Field<std::int64_t>(figures, "left_panels");
   kernel.right_panels = Field<std::int64_t>(figures, "right_panels");
@@ -57,6 +58,7 @@ MachineModel MachineOf(const py::dict& figures) {
     std::copy(few[form].begin(), few[form].end(), kernel.few_tile_ns[form].begin());
   }
   kernel.cell_ns = Field<double>(figures, "cell_ns");
+  kernel.again_ns = Field<double>(figures, "again_ns");
   kernel.call_ns = Field<double>(figures, "call_ns");
   kernel.unpack_tile_ns = Field<double>(figures, "unpack_tile_ns");
   kernel.unpack_overlaps = Field<bool>(figures, "unpack_overlaps");

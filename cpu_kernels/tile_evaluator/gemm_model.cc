@@ -72,6 +72,8 @@ constexpr double kWithoutPrefetch = 1.1;
 
 /// Columns whose sums wait in C between two slices of the unpack form.
 constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns;
+/// Tiles of a slice of the contraction on a matrix unit (AmxCell::kSliceTiles), which is a superblock.
+constexpr std::int64_t kSliceTiles = kSuperblock;
 
 /// Stores to lines of a result that are under way at a time. (AVX-512, 2 MB of bf16: 44 ns a line at a latency of 124.)
 constexpr double kStores = 3;
@@ -115,29 +117,41 @@ class TaskCounter {
     cost.few = task.few_rows > 0;
     const bool whole = cost.few && (p_.form == GemmForm::kDirect || p_.output_bytes == 2);
     const bool direct = p_.form == GemmForm::kDirect;
+    const bool unit = m_.kernel.unpack_overlaps;
     const std::int64_t cell_panels = direct ? m_.kernel.right_panels : m_.kernel.left_panels;
-    cost.once = p_.form != GemmForm::kGradient && m_.kernel.unpack_overlaps && CeilDiv(call_rows, kPanelRows) <= cell_panels;
+    cost.once = p_.form != GemmForm::kGradient && unit && CeilDiv(call_rows, kPanelRows) <= cell_panels;
     const bool ring = cost.once && !direct;  // through L1, the whole contraction at once
-    const std::int64_t depth = whole || ring ? p_.k : std::min(c_.call_depth, p_.k);
+    const std::int64_t call_depth = whole || ring ? p_.k : std::min(c_.call_depth, p_.k);
     const std::int64_t row_calls = CeilDiv(task.rows, call_rows), column_calls = CeilDiv(task.columns, call_columns);
-    const std::int64_t parts = CeilDiv(p_.k, depth);  // of the contraction: calls, or slices inside of one
+    const std::int64_t depth_calls = CeilDiv(p_.k, call_depth);
     const bool slices = p_.form == GemmForm::kUnpack && !cost.few;
-    const double calls = static_cast<double>(row_calls * column_calls * (slices ? 1 : parts));
+    const double calls = static_cast<double>(row_calls * column_calls * (slices ? 1 : depth_calls));
+    // Parts of the contraction are calls, or slices inside of one: those of the unpack form, and on a matrix unit those of the
+    // direct form too, where it meets weights again (gemm/direct_gemm.h).
+    std::int64_t depth = call_depth, parts = depth_calls;
+    Pieces pieces{m_.kernel.left_panels, p_.form == GemmForm::kUnpack ? 2 : m_.kernel.right_panels};
+    if (direct && unit && !cost.once && call_columns > kPanelRows) {
+      pieces.right = 1;
+      depth = std::min(depth, kSliceTiles * kTileColumns);
+      // A rest of less than half a slice joins the last one.
+      parts *= std::max<std::int64_t>(1, (CeilDiv(call_depth, kTileColumns) + kSliceTiles / 2 - 1) / kSliceTiles);
+    }
+    if (slices && unit && !ring && depth <= kSliceTiles * kTileColumns) pieces.left = 1;
     if (cost.few) {
       const auto form = static_cast<std::size_t>(p_.form == GemmForm::kUnpack);
       cost.cells_ns = m_.kernel.few_tile_ns[form][static_cast<std::size_t>(task.few_rows - 1)] *
                       static_cast<double>(CeilDiv(task.columns, kPanelRows) * CeilDiv(p_.k, kTileColumns));
     } else {
-      CountCells(task, call_rows, parts, cost);
+      CountCells(task, call_rows, parts, pieces, cost);
     }
     const bool prefetches = direct && !cost.once && call_columns <= kMostPrefetched && column_calls > 1;
     // The direct form prefetches from call to call, the unpack form from a slice of a tile column of a call to the next.
     if (p_.form != GemmForm::kGradient) {
-      const std::int64_t pieces = ring                           ? column_calls
-                                  : p_.form == GemmForm::kUnpack ? CeilDiv(task.columns, kTileColumns) * (slices ? parts : 1)
-                                  : prefetches                   ? column_calls
-                                                                 : 1;
-      cost.unfetched = static_cast<double>(p_.form == GemmForm::kUnpack ? column_calls : 1) / static_cast<double>(pieces);
+      const std::int64_t fetched = ring                           ? column_calls
+                                   : p_.form == GemmForm::kUnpack ? CeilDiv(task.columns, kTileColumns) * (slices ? parts : 1)
+                                   : prefetches                   ? column_calls
+                                                                  : 1;
+      cost.unfetched = static_cast<double>(p_.form == GemmForm::kUnpack ? column_calls : 1) / static_cast<double>(fetched);
     }
     cost.calls_ns = calls * m_.kernel.call_ns;
     if (p_.form == GemmForm::kUnpack && !m_.kernel.unpack_overlaps && task.weights_from == MemoryLevel::kMemory) {
@@ -149,7 +163,7 @@ class TaskCounter {
 
     // Loops over calls: how often each operand is read anew, and what is read in between.
     const double weights = Product(task.columns, p_.k, p_.weight_bytes), activations = Product(task.rows, p_.k, 2);
-    const std::int64_t span = c_.order == LoopOrder::kDepth && !slices ? depth : p_.k;
+    const std::int64_t span = c_.order == LoopOrder::kDepth && !slices ? call_depth : p_.k;
     const double row_block = Product(call_rows, span, 2), column_block = Product(call_columns, span, 2);
     const double all_rows = Product(task.rows, span, 2), all_columns = Product(task.columns, span, 2);
     const bool rows_outer = c_.order == LoopOrder::kRows;
@@ -163,13 +177,18 @@ class TaskCounter {
     AddAgain(cost, activations_between, activations * static_cast<double>(column_calls - 1));
 
     if (!cost.few)
-      CountInsideCalls(task, call_rows, call_columns, depth, weights * static_cast<double>(row_calls),
+      CountInsideCalls(task, call_rows, call_columns, depth, pieces, weights * static_cast<double>(row_calls),
                        activations * static_cast<double>(column_calls), cost);
     CountResult(task, call_rows, call_columns, depth, parts, cost);
     return cost;
   }
 
  private:
+  /// Panels of a cell, at most.
+  struct Pieces {
+    std::int64_t left, right;
+  };
+
   static void Add(TaskCost& cost, MemoryLevel level, double bytes) { cost.bytes[static_cast<std::size_t>(level)] += bytes; }
 
   /// `bytes` are read again, after `between` bytes of other data: each level gives what it still has. Above `counted` that
@@ -185,34 +204,36 @@ class TaskCounter {
   }
 
   /// Time of the steps of `left` x `right` panels along one step of the contraction, and how many cells they are.
-  std::pair<double, double> Cells(std::int64_t left, std::int64_t right, std::int64_t most_right) const {
-    const KernelFigures& kernel = m_.kernel;
-    const std::int64_t whole_left = left / kernel.left_panels, rest_left = left % kernel.left_panels;
-    const std::int64_t whole_right = right / most_right, rest_right = right % most_right;
+  std::pair<double, double> Cells(std::int64_t left, std::int64_t right, const Pieces& most) const {
+    const std::int64_t whole_left = left / most.left, rest_left = left % most.left;
+    const std::int64_t whole_right = right / most.right, rest_right = right % most.right;
     const auto row = [&](std::int64_t na) {
-      const auto& step = kernel.step_ns[static_cast<std::size_t>(na - 1)];
-      return static_cast<double>(whole_right) * step[static_cast<std::size_t>(most_right - 1)] +
+      const auto& step = m_.kernel.step_ns[static_cast<std::size_t>(na - 1)];
+      return static_cast<double>(whole_right) * step[static_cast<std::size_t>(most.right - 1)] +
              (rest_right > 0 ? step[static_cast<std::size_t>(rest_right - 1)] : 0.0);
     };
-    const double ns = static_cast<double>(whole_left) * row(kernel.left_panels) + (rest_left > 0 ? row(rest_left) : 0.0);
+    const double ns = static_cast<double>(whole_left) * row(most.left) + (rest_left > 0 ? row(rest_left) : 0.0);
     const std::int64_t cells = (whole_left + (rest_left > 0 ? 1 : 0)) * (whole_right + (rest_right > 0 ? 1 : 0));
     return {ns, static_cast<double>(cells)};
   }
 
-  void CountCells(const TaskShape& task, std::int64_t call_rows, std::int64_t parts, TaskCost& cost) const {
+  void CountCells(const TaskShape& task, std::int64_t call_rows, std::int64_t parts, const Pieces& most, TaskCost& cost) const {
+    const KernelFigures& kernel = m_.kernel;
+    const double of_widest =
+        static_cast<double>(most.left * most.right) / static_cast<double>(kernel.left_panels * kernel.right_panels);
+    const double visits_ns = of_widest * (kernel.cell_ns + static_cast<double>(parts - 1) * kernel.again_ns);
     const std::int64_t k_steps = CeilDiv(p_.k, kTileColumns);
     const auto steps = static_cast<double>(k_steps);
     const std::int64_t panels = CeilDiv(p_.form == GemmForm::kUnpack ? RoundUp(task.columns, 32) : task.columns, kPanelRows);
     const auto of_rows = [&](std::int64_t rows, double calls) {
       if (rows == 0) return;
       const std::int64_t row_panels = CeilDiv(rows, kPanelRows);
-      const auto [ns, cells] = p_.form == GemmForm::kDirect   ? Cells(panels, row_panels, m_.kernel.right_panels)
-                               : p_.form == GemmForm::kUnpack ? Cells(row_panels, panels, 2)
-                                                              : Cells(row_panels, panels, m_.kernel.right_panels);
-      cost.cells_ns += calls * (ns * steps + cells * static_cast<double>(parts) * m_.kernel.cell_ns);
+      const auto [ns, cells] =
+          p_.form == GemmForm::kDirect ? Cells(panels, row_panels, most) : Cells(row_panels, panels, most);
+      cost.cells_ns += calls * (ns * steps + cells * visits_ns);
       if (p_.form == GemmForm::kUnpack) {
         cost.unpack_ns += calls * static_cast<double>(CeilDiv(p_.k, kPanelRows)) *
-                          static_cast<double>(CeilDiv(task.columns, kTileColumns)) * m_.kernel.unpack_tile_ns;
+                          static_cast<double>(CeilDiv(task.columns, kTileColumns)) * kernel.unpack_tile_ns;
       }
     };
     const std::int64_t whole_calls = task.rows / call_rows;
@@ -222,8 +243,8 @@ class TaskCounter {
 
   /// A call reads one operand group by group and the other once for each of these groups.
   void CountInsideCalls(const TaskShape& task, std::int64_t call_rows, std::int64_t call_columns, std::int64_t depth,
-                        double weights, double activations, TaskCost& cost) const {
-    const std::int64_t left = m_.kernel.left_panels * kPanelRows, right = m_.kernel.right_panels * kPanelRows;
+                        const Pieces& most, double weights, double activations, TaskCost& cost) const {
+    const std::int64_t left = most.left * kPanelRows, right = most.right * kPanelRows;
     const bool gradient = p_.form == GemmForm::kGradient;
     // Kept: the operand whose groups are the outer loop of the kernel.
     const std::int64_t kept_group = p_.form == GemmForm::kUnpack ? kTileColumns : left;
@@ -413,13 +434,14 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     const double rounds = std::ceil(tasks / threads) * work / tasks;
     const double uneven = std::max(longest, even + 0.5 * last * (threads - 1) / threads);
     span = problem.groups.size() == 1 ? rounds : std::max(std::min(rounds, uneven), longest);
+    span += (machine.uneven - 1) * longest;  // the slowest thread's last task
   }
   PartOf(estimate.parts, GemmPart::kScheduling) = span - even;
   double packing = 0;
   if (!problem.packed) {
     const double bytes = all_rows * static_cast<double>(problem.k) *
                          static_cast<double>(problem.input_bytes + 4);  // what is written is read before
-    packing = (packed_bytes / (machine.kernel.pack_gbps * threads) + bytes / machine.gbps[2]) * 1e-6;
+    packing = machine.uneven * (packed_bytes / (machine.kernel.pack_gbps * threads) + bytes / machine.gbps[2]) * 1e-6;
   }
   PartOf(estimate.parts, GemmPart::kPacking) += packing;
   const double jobs = problem.packed ? 1.0 : 2.0;

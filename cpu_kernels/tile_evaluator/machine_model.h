@@ -13,7 +13,7 @@ inline constexpr std::size_t kMemoryLevels = 4;
 /// Rows of activations, at most, for which a tier may have forms of their own (KernelTier::most_few_rows).
 inline constexpr std::size_t kMostFewRows = 16;
 
-/// What the kernels of one tier do on this machine, on one core with its operands in the L1 cache.
+/// What the kernels of one tier do on this machine, on each thread of so many, with its operands in the L1 cache.
 struct KernelFigures {
   std::int64_t left_panels = 1;   ///< kMaxA of the cell, 1 or 2
   std::int64_t right_panels = 1;  ///< kMaxB of the cell, 1 to 3
@@ -23,10 +23,11 @@ struct KernelFigures {
   /// rows - 1.
   std::int64_t most_few_rows = 0;
   std::array<std::array<double, kMostFewRows>, 2> few_tile_ns{};
-  double cell_ns = 0;            ///< begin and end of a cell: accumulators cleared and stored
+  double cell_ns = 0;            ///< begin and end of the widest cell: accumulators cleared and stored
+  double again_ns = 0;           ///< the same of one that goes on with sums in C: accumulators loaded and stored
   double call_ns = 0;            ///< begin and end of a call
   double unpack_tile_ns = 0;     ///< a stored tile becomes part of right factors (unpack form)
-  bool unpack_overlaps = false;  ///< beside the products instead of before them
+  bool unpack_overlaps = false;  ///< beside the products instead of before them: a matrix unit, which also takes slices
   /// How well the kernels compute while the caches and the memory bring what they need: times of both combine as
   /// (sum of t^overlap)^(1/overlap). 1: one after the other; 3: nearly at the same time.
   double overlap = 3;
@@ -45,6 +46,7 @@ struct MachineModel {
   std::int64_t l3_bytes = 0;                       ///< all of L3
   double job_us = 0;                               ///< a parallel loop that does nothing
   double task_us = 0;                              ///< one more task in it
+  double uneven = 1;                               ///< of equal tasks that all threads begin together, the longest over the mean
   KernelFigures kernel;
 };
 

@@ -78,6 +78,9 @@ class Call {
 
   void Run() { Run(0, direct_ ? segment_.weights.panels : segment_.weights.columns, {}); }
 
+  /// Adds to what C holds.
+  void set_accumulate() { accumulate_ = true; }
+
   /// A part of the columns of C, in panels (direct) or tile columns.
   void Run(std::int64_t first, std::int64_t count, const PrefetchRange& prefetch) {
     if (direct_) {
@@ -89,6 +92,7 @@ class Call {
       args.few_rows = few_rows_;
       args.c = c_;
       args.ldc = ldc_;
+      args.accumulate = accumulate_;
       args.prefetch = prefetch;
       tier_.direct_gemm(args);
     } else {
@@ -126,6 +130,7 @@ class Call {
   const bool direct_;
   const std::int64_t rows_;
   std::int64_t few_rows_ = 0;
+  bool accumulate_ = false;
   GemmSegment segment_;
   AlignedBuffer weight_buffer_, activation_buffer_, c_buffer_, scratch_buffer_;
   float* c_ = nullptr;
@@ -203,13 +208,16 @@ PoolFigures MeasurePool(threadpool::Pool& pool) {
   return figures;
 }
 
-KernelProbe::KernelProbe(const KernelTier& tier) : tier_(tier) {}
+KernelProbe::KernelProbe(const KernelTier& tier, threadpool::Pool* pool) : tier_(tier), pool_(pool) {}
 
-void KernelProbe::MakeCalls() {
+void KernelProbe::MakeCalls(Bodies& bodies) {
   const KernelTier& tier = tier_;
-  bodies_.clear();
+  const auto add = [&](std::function<void()> body) {
+    bodies.push_back(std::move(body));
+    return bodies.size() - 1;
+  };
   const auto call = [&](std::int64_t rows, std::int64_t weight_rows, std::int64_t weight_columns, bool direct) {
-    return Add([call = std::make_shared<Call>(tier, rows, weight_rows, weight_columns, direct)] { call->Run(); });
+    return add([call = std::make_shared<Call>(tier, rows, weight_rows, weight_columns, direct)] { call->Run(); });
   };
   const auto direct = [&](std::int64_t left_panels, std::int64_t right_panels, std::int64_t steps) {
     return call(right_panels * kPanelRows, left_panels * kPanelRows, steps * kTileColumns, true);
@@ -224,6 +232,10 @@ void KernelProbe::MakeCalls() {
     }
   }
   some_cells_ = direct(kCells * tier.left_panels, tier.right_panels, kShort);
+  auto again = std::make_shared<Call>(tier, tier.right_panels * kPanelRows, kCells * tier.left_panels * kPanelRows,
+                                      kShort * kTileColumns, true);
+  again->set_accumulate();
+  again_ = add([again] { again->Run(); });
   one_column_ = unpack(1);
   more_columns_ = unpack(1 + kColumns);
   // 64 rows of 2,048 numbers become pairs.
@@ -247,7 +259,7 @@ void KernelProbe::MakeCalls() {
   pack.pairs.data = Tiles(packing->target, pack.pairs);
   pack.panels = kRows / kPanelRows;
   pack.tile_columns = kNumbers / kTileColumns;
-  packing_ = Add([packing, &tier] { tier.pack_rows(packing->args); });
+  packing_ = add([packing, &tier] { tier.pack_rows(packing->args); });
   packed_bytes_ = static_cast<double>(packing->source.bytes());
   // The forms for few rows: 64 tiles, more than L1 holds.
   for (std::int64_t r = 0; r < 2 * tier.most_few_rows; ++r) {
@@ -255,19 +267,28 @@ void KernelProbe::MakeCalls() {
     auto some = std::make_shared<Call>(tier, kPanelRows, of_direct ? 2 * kPanelRows : kFewTiles * kPanelRows,
                                        of_direct ? kFewTiles * kTileColumns : 2 * kTileColumns, of_direct);
     some->set_few_rows(r % tier.most_few_rows + 1);
-    few_[of_direct ? 0 : 1][r % tier.most_few_rows] = Add([some] { some->Run(); });
+    few_[of_direct ? 0 : 1][r % tier.most_few_rows] = add([some] { some->Run(); });
   }
 }
 
-std::size_t KernelProbe::Add(std::function<void()> body) {
-  bodies_.push_back(std::move(body));
-  if (bodies_.size() > least_ns_.size()) least_ns_.push_back(kNever);
-  return bodies_.size() - 1;
+/// As LeastNs, of one call of each worker while all of them make some.
+double KernelProbe::LeastNsOfAll(const std::vector<Bodies>& workers, std::size_t body, double least) const {
+  constexpr double kSeconds = 4e-4, kNs = 5e3;
+  const auto calls = static_cast<std::int64_t>(std::max(1.0, kNs / least));
+  const double rate = MeasureBestRate(pool_, kSeconds, kSeconds / 2, [&](int worker) {
+    for (std::int64_t call = 0; call < calls; ++call) workers[static_cast<std::size_t>(worker)][body]();
+    return static_cast<double>(calls);
+  });
+  return std::min(least, 1e9 * static_cast<double>(workers.size()) / rate);
 }
 
 void KernelProbe::Turn() {
-  MakeCalls();
-  for (std::size_t i = 0; i < bodies_.size(); ++i) least_ns_[i] = LeastNs(bodies_[i], least_ns_[i]);
+  std::vector<Bodies> workers(static_cast<std::size_t>(pool_ == nullptr ? 1 : pool_->num_threads()));
+  for (Bodies& bodies : workers) MakeCalls(bodies);
+  least_ns_.resize(workers[0].size(), kNever);
+  for (std::size_t i = 0; i < least_ns_.size(); ++i) {
+    least_ns_[i] = pool_ == nullptr ? LeastNs(workers[0][i], least_ns_[i]) : LeastNsOfAll(workers, i, least_ns_[i]);
+  }
 }
 
 KernelFigures KernelProbe::Figures() const {
@@ -292,7 +313,11 @@ KernelFigures KernelProbe::Figures() const {
   }
   const std::int64_t a = tier_.left_panels - 1, b = tier_.right_panels - 1;
   const double step = figures.step_ns[static_cast<std::size_t>(a)][static_cast<std::size_t>(b)];
-  figures.cell_ns = std::max(0.0, (ns[some_cells_] - ns[with_short_[a][b]]) / (kCells - 1) - kShort * step);
+  const auto cell = [&](std::size_t cells, double least) {
+    return std::max(least, (ns[cells] - ns[with_short_[a][b]]) / (kCells - 1) - kShort * step);
+  };
+  figures.cell_ns = cell(some_cells_, 0.0);
+  figures.again_ns = cell(again_, figures.cell_ns);
   figures.call_ns = std::max(0.0, fixed - figures.cell_ns);
   // A tile column more: its tiles, and a cell.
   const double column = (ns[more_columns_] - ns[one_column_]) / kColumns;
@@ -308,6 +333,31 @@ KernelFigures KernelProbe::Figures() const {
   }
   figures.pack_gbps = packed_bytes_ / ns[packing_];
   return figures;
+}
+
+double MeasureUneven(const KernelTier& tier, threadpool::Pool& pool) {
+  constexpr int kTimes = 60;
+  constexpr double kNs = 1e5;
+  const auto workers = static_cast<std::size_t>(pool.num_threads());
+  std::vector<std::unique_ptr<Call>> calls(workers);
+  for (auto& call : calls) {
+    call = std::make_unique<Call>(tier, tier.right_panels * kPanelRows, tier.left_panels * kPanelRows,
+                                  kCellSteps * kTileColumns, true);
+  }
+  const auto count = static_cast<std::int64_t>(std::max(1.0, kNs / LeastNs([&] { calls[0]->Run(); }, kNs)));
+  std::vector<double> ratios, seconds(workers);
+  for (int i = 0; i < kTimes; ++i) {
+    OnAllWorkers(&pool, [&](int worker) {
+      const std::int64_t start = profiling::Now();
+      for (std::int64_t c = 0; c < count; ++c) calls[static_cast<std::size_t>(worker)]->Run();
+      seconds[static_cast<std::size_t>(worker)] = SecondsSince(start);
+    });
+    double sum = 0;
+    for (const double s : seconds) sum += s;
+    ratios.push_back(*std::max_element(seconds.begin(), seconds.end()) * static_cast<double>(workers) / sum);
+  }
+  std::nth_element(ratios.begin(), ratios.begin() + kTimes / 2, ratios.end());
+  return ratios[kTimes / 2];
 }
 
 double MeasureCell(const KernelTier& tier) {

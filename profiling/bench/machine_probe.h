@@ -47,27 +47,37 @@ struct PoolFigures {
 };
 PoolFigures MeasurePool(threadpool::Pool& pool);
 
-/// The kernels of a tier with operands in the L1 cache, on the calling thread. The tier must run here.
+/// The kernels of a tier with operands in the L1 cache, on one thread or on all of a pool at the same time: cores that share
+/// what computes, or caches, have less for each. The tier must run here.
 class KernelProbe {
  public:
-  explicit KernelProbe(const KernelTier& tier);
+  /// @param pool  null: the calling thread alone
+  explicit KernelProbe(const KernelTier& tier, threadpool::Pool* pool = nullptr);
 
-  /// Each call that the figures rest on once more, some 0.05 ms each, with operands in other places.
+  /// Each call that the figures rest on once more, some 0.05 ms each on one thread and 0.4 ms on several, with operands in other
+  /// places.
   void Turn();
   /// From the least time of each call: all of KernelFigures but the rates from memory and `overlap`. After a Turn().
   KernelFigures Figures() const;
 
  private:
-  void MakeCalls();
-  std::size_t Add(std::function<void()> body);
+  using Bodies = std::vector<std::function<void()>>;
+
+  void MakeCalls(Bodies& bodies);
+  double LeastNsOfAll(const std::vector<Bodies>& workers, std::size_t body, double least) const;
 
   const KernelTier& tier_;
-  std::vector<std::function<void()>> bodies_;
+  threadpool::Pool* const pool_;
   std::vector<double> least_ns_;
-  std::size_t with_long_[2][3] = {}, with_short_[2][3] = {}, some_cells_ = 0, one_column_ = 0, more_columns_ = 0, packing_ = 0;
+  std::size_t with_long_[2][3] = {}, with_short_[2][3] = {}, some_cells_ = 0, again_ = 0, one_column_ = 0, more_columns_ = 0,
+              packing_ = 0;
   std::size_t few_[2][kMostFewRows] = {};
   double packed_bytes_ = 0;
 };
+
+/// Of equal tasks of some 0.1 ms that all workers begin at the same time, the widest cell again and again: the longest over the
+/// mean, the median of many. (Hardware threads of one core, or those that others delay, are not equally fast.)
+double MeasureUneven(const KernelTier& tier, threadpool::Pool& pool);
 
 /// Nanoseconds of one call of the widest cell with six steps, on the calling thread, in some 0.2 ms: beside
 /// call_ns + cell_ns + 6 step_ns it tells whether others use the core just now.

@@ -75,8 +75,29 @@ def test_save_and_load(machine, tmp_path):
 def _paths(document, prefix=()):
     for key, value in document.items():
         yield (*prefix, key)
-        if (isinstance(value, dict) and key == "kernels") or prefix == ("kernels",):
+        if key in ("kernels", "in_cache") or prefix[-1:] in (("kernels",), ("in_cache",)):
             yield from _paths(value, (*prefix, key))
+
+
+def test_cores_that_share_what_computes():
+    machine = Machine.named("emr-16c")
+    kernels = machine.kernels["amx_bf16"]
+    alone = kernels.in_cache[1]
+    assert kernels.of_each(1) == alone
+    # Not measured with so many: as much slower as multiply-adds are.
+    factor = 16 * kernels.compute_gflops[1] / kernels.compute_gflops[16]
+    assert kernels.of_each(16).step_ns[1][1] == pytest.approx(factor * alone.step_ns[1][1])
+    assert kernels.of_each(16).pack_gbps == pytest.approx(alone.pack_gbps / factor)
+    shared = alone.slower(3.0)
+    measured = dataclasses.replace(kernels, in_cache={1: alone, 16: shared})
+    assert measured.of_each(16) == shared and measured.of_each(8).step_ns < shared.step_ns
+    both = dataclasses.replace(machine, kernels={"amx_bf16": measured})
+    assert Machine.from_json(both.to_json()) == both
+    shape = GemmShape(m=512, k=2048, n=4096, packed=True)
+    times = [GemmEvaluator(m, 16, cache=False).evaluate(shape).milliseconds for m in (machine, both)]
+    assert times[1] > 1.5 * times[0]
+    late = dataclasses.replace(machine, uneven={1: 1.0, 16: 1.5})
+    assert GemmEvaluator(late, 16, cache=False).evaluate(shape).milliseconds > times[0]
 
 
 def test_a_missing_figure_is_named():
@@ -151,7 +172,7 @@ def test_measured_figures_make_sense(monkeypatch):
 
 def test_the_rate_of_weights_makes_the_model_say_what_was_measured():
     machine = Machine.named("emr-16c")  # few rows are decided by the memory there
-    rows = measure._stream_rows(machine.kernels[machine.isa], machine.dram_gbps[1])
+    rows = measure._stream_rows(machine.kernels[machine.isa].in_cache[1], machine.dram_gbps[1])
     told = {count: measure._stream_gbps(machine, machine.isa, 1, "direct", count) for count in rows}
     slower = {count: 0.7 * told[count] for count in rows[:1]}
     fitted, _ = measure._with_rate(machine, machine.isa, 1, "direct", slower)
@@ -338,9 +359,9 @@ def test_long_contractions_are_cut_where_activations_leave_the_cache():
     few = GemmEvaluator(
         dataclasses.replace(
             Machine.named("zen5-2c"),
-            kernels={"avx512_bf16": dataclasses.replace(
-                Machine.named("zen5-2c").kernels["avx512_bf16"], few_tile_ns=((9.0,) * 16, (9.0,) * 16)
-            )},
+            kernels={"avx512_bf16": dataclasses.replace(zen := Machine.named("zen5-2c").kernels["avx512_bf16"], in_cache={
+                1: dataclasses.replace(zen.in_cache[1], few_tile_ns=((9.0,) * 16, (9.0,) * 16))
+            })},
         ), 1, cache=False
     )  # fmt: skip
     assert few.evaluate(GemmShape(m=4, k=8192, n=4096, form="unpack", packed=True)).configuration.call_depth == 8192

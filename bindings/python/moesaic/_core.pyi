@@ -344,12 +344,19 @@ class MachineProbe:
     def dispatch(self) -> tuple[float, float]:
         """Microseconds: a parallel loop of one task a thread, and each further task of a thread."""
 
+    def uneven(self, isa: str) -> float:
+        """Of equal tasks that all threads begin together, the longest over the mean; the median of many."""
+
+    def kernels(self, isa: str) -> KernelProbe:
+        """The tier's kernels on all threads at the same time."""
+
 class KernelRow(TypedDict):
     few_tile_ns: list[list[float]]
     left_panels: int
     right_panels: int
     step_ns: list[list[float]]
     cell_ns: float
+    again_ns: float
     call_ns: float
     unpack_tile_ns: float
     unpack_overlaps: bool
@@ -363,7 +370,7 @@ class LatencyProbe:
         """Nanoseconds of a load, in the best moment."""
 
 class KernelProbe:
-    """A tier's kernels with operands in L1, on the calling thread."""
+    """A tier's kernels with operands in L1, on the calling thread, or on those of a MachineProbe."""
 
     def __init__(self, isa: str) -> None: ...
     def turn(self) -> None:

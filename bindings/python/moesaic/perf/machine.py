@@ -17,9 +17,33 @@ from typing import Any
 
 from moesaic import _core
 
-SCHEMA = 1
+SCHEMA = 2
 ByThreads = Mapping[int, float]
 """A figure for some numbers of threads, all threads together; between them it is interpolated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InCache:
+    """What kernels take of one thread, while some number of threads do the same, with operands in cache."""
+
+    step_ns: tuple[tuple[float, ...], ...]
+    """One step (32 of the contraction) of a cell of i + 1 left by j + 1 right panels, operands in L1."""
+    few_tile_ns: tuple[tuple[float, ...], ...]
+    """A tile of weights in L2 by the forms for few rows, direct and unpack, with 1, 2, ... rows; empty where the tier
+    has none."""
+    cell_ns: float
+    again_ns: float
+    call_ns: float
+    unpack_tile_ns: float
+    pack_gbps: float
+
+    def slower(self, factor: float) -> InCache:
+        """The same on a core that takes so many times as long."""
+        return InCache(
+            *(tuple(tuple(x * factor for x in row) for row in table) for table in (self.step_ns, self.few_tile_ns)),
+            *(x * factor for x in (self.cell_ns, self.again_ns, self.call_ns, self.unpack_tile_ns)),
+            self.pack_gbps / factor,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +53,11 @@ class Kernels:
 
     left_panels: int
     right_panels: int
-    step_ns: tuple[tuple[float, ...], ...]
-    """One step (32 of the contraction) of a cell of i + 1 left by j + 1 right panels, operands in L1, one thread."""
-    few_tile_ns: tuple[tuple[float, ...], ...]
-    """A tile of weights in L2 by the forms for few rows, direct and unpack, with 1, 2, ... rows; empty where the tier
-    has none."""
-    cell_ns: float
-    call_ns: float
-    unpack_tile_ns: float
+    in_cache: Mapping[int, InCache]
+    """By threads: of one, and of as many as the machine has, which may share cores and what computes there."""
     unpack_overlaps: bool
     overlap: float
     """Exponent with which times of arithmetic and of each level of memory combine: 1 one after the other."""
-    pack_gbps: float
     compute_gflops: ByThreads
     """Multiply-adds on registers."""
     direct_gbps: ByThreads
@@ -50,7 +67,17 @@ class Kernels:
     @property
     def undisturbed_ns(self) -> float:
         """What `_core.measure_cell` takes at most where nobody else uses the core."""
-        return 1.06 * (self.call_ns + self.cell_ns + 6 * self.step_ns[-1][-1])
+        alone = self.in_cache[1]
+        return 1.06 * (alone.call_ns + alone.cell_ns + 6 * alone.step_ns[-1][-1])
+
+    def of_each(self, threads: int) -> InCache:
+        """What kernels take of each of so many threads: as measured with so many, or with the next smaller number and
+        slowed down as multiply-adds on registers are."""
+        measured = max(n for n in self.in_cache if n <= threads)
+        if measured == threads:
+            return self.in_cache[threads]
+        alone, together = (at_threads(self.compute_gflops, n) / n for n in (measured, threads))
+        return self.in_cache[measured].slower(max(1.0, alone / together))
 
     def undisturbed(self, isa: str) -> bool:
         """Whether others leave this core alone just now, in some 0.2 ms: whether a cell of the kernels takes no longer
@@ -94,6 +121,8 @@ class Machine:
     """A parallel loop of one empty task a thread: what a dispatch costs."""
     task_us: ByThreads
     """What each further task costs a thread."""
+    uneven: ByThreads
+    """Of equal tasks that all threads begin together, the longest over the mean."""
     kernels: Mapping[str, Kernels]
 
     @property
@@ -113,10 +142,7 @@ class Machine:
         """The JSON document of `save`."""
         document: dict[str, Any] = {"schema": SCHEMA}
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "kernels":
-                value = {isa: _plain(dataclasses.asdict(kernels)) for isa, kernels in value.items()}
-            document[field.name] = _plain(value)
+            document[field.name] = _plain(getattr(self, field.name))
         return document
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -238,28 +264,28 @@ class Machine:
         if not 1 <= threads <= self.threads:
             raise ValueError(f"threads is {threads}, expected 1 to {self.threads}, what machine {self.name} has")
         kernels = self.kernels[isa]
-        compute = at_threads(kernels.compute_gflops, threads)
-        # Threads beside it slow a core down: its clock, or its sibling on the same core.
-        slower = max(1.0, threads * at_threads(kernels.compute_gflops, 1) / compute)
+        in_cache = kernels.of_each(threads)
         return {
             "threads": threads,
-            "compute_gflops": compute,
+            "compute_gflops": at_threads(kernels.compute_gflops, threads),
             "gbps": [at_threads(x, threads) for x in (self.l1_gbps, self.l2_gbps, self.l3_gbps, self.dram_gbps)],
             "latency_ns": [self.l1_ns, self.l2_ns, self.l3_ns, self.dram_ns],
             "cache_bytes": [self.l1_bytes, self.l2_bytes, max(self.l3_bytes // threads, self.l2_bytes)],
             "l3_bytes": self.l3_bytes,
             "job_us": at_threads(self.job_us, threads),
             "task_us": at_threads(self.task_us, threads),
+            "uneven": at_threads(self.uneven, threads),
             "left_panels": kernels.left_panels,
             "right_panels": kernels.right_panels,
-            "step_ns": [[x * slower for x in (*row, 0.0, 0.0, 0.0)[:3]] for row in (*kernels.step_ns, (), ())[:2]],
-            "few_tile_ns": [[x * slower for x in row] for row in kernels.few_tile_ns],
-            "cell_ns": kernels.cell_ns * slower,
-            "call_ns": kernels.call_ns * slower,
-            "unpack_tile_ns": kernels.unpack_tile_ns * slower,
+            "step_ns": [(*row, 0.0, 0.0, 0.0)[:3] for row in (*in_cache.step_ns, (), ())[:2]],
+            "few_tile_ns": in_cache.few_tile_ns,
+            "cell_ns": in_cache.cell_ns,
+            "again_ns": in_cache.again_ns,
+            "call_ns": in_cache.call_ns,
+            "unpack_tile_ns": in_cache.unpack_tile_ns,
             "unpack_overlaps": kernels.unpack_overlaps,
             "overlap": kernels.overlap,
-            "pack_gbps": kernels.pack_gbps / slower,
+            "pack_gbps": in_cache.pack_gbps,
             "direct_gbps": at_threads(kernels.direct_gbps, threads),
             "unpack_gbps": at_threads(kernels.unpack_gbps, threads),
         }
@@ -298,7 +324,9 @@ def host_key() -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings by number of threads as JSON objects."""
+    """Mappings by number of threads, and dataclasses, as JSON objects."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, tuple):
@@ -334,7 +362,7 @@ def _read(document: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
             raise ValueError(f"{where}: {name} is {value!r}, expected a positive whole number")
         return value
     if kind == "float":
-        return _number(value, name, where, zero=name.endswith(("cell_ns", "call_ns")))
+        return _number(value, name, where, zero=name in ("cell_ns", "again_ns", "call_ns"))
     if not isinstance(value, dict) or not value:
         raise ValueError(f"{where}: {name} is {value!r}, expected an object of figures by threads")
     figures = {}
@@ -358,14 +386,30 @@ def _kernels_of(document: Any, where: str) -> Kernels:
         raise ValueError(f"{where} is {document!r}, expected an object")
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Kernels):
-        if field.name not in ("step_ns", "few_tile_ns"):
+        if field.name != "in_cache":
             values[field.name] = _read(document, field.name, str(field.type), where)
-    rows = _take(document, "step_ns", where)
     if values["overlap"] < 1:
         raise ValueError(f"{where}: overlap is {values['overlap']}, expected 1 or more")
     left, right = values["left_panels"], values["right_panels"]
     if left > 2 or not 2 <= right <= 3:
         raise ValueError(f"{where}: left_panels, right_panels are {left}, {right}, expected 1 or 2, and 2 or 3")
+    by_threads = _take(document, "in_cache", where)
+    if not isinstance(by_threads, dict) or "1" not in by_threads or not all(key.isdecimal() for key in by_threads):
+        raise ValueError(f"{where}: in_cache is {by_threads!r}, expected an object by threads with 1 at least")
+    values["in_cache"] = {
+        int(key): _in_cache_of(row, left, right, f"{where}: in_cache.{key}") for key, row in by_threads.items()
+    }
+    return Kernels(**values)
+
+
+def _in_cache_of(document: Any, left: int, right: int, where: str) -> InCache:
+    if not isinstance(document, dict):
+        raise ValueError(f"{where} is {document!r}, expected an object")
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(InCache):
+        if field.name not in ("step_ns", "few_tile_ns"):
+            values[field.name] = _read(document, field.name, str(field.type), where)
+    rows = _take(document, "step_ns", where)
     if (
         not isinstance(rows, list)
         or len(rows) < left
@@ -387,4 +431,4 @@ def _kernels_of(document: Any, where: str) -> Kernels:
     values["few_tile_ns"] = tuple(
         tuple(_number(x, f"few_tile_ns[{i}][{j}]", where) for j, x in enumerate(row)) for i, row in enumerate(few)
     )
-    return Kernels(**values)
+    return InCache(**values)

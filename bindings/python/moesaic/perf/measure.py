@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import platform
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moesaic import _core
-from moesaic.perf.machine import Kernels, Machine, at_threads
+from moesaic.perf.machine import InCache, Kernels, Machine, at_threads
 
 _ROUNDS = 12
 """In which everything takes its turn; twice for one thread, then with weights from memory."""
@@ -38,12 +39,14 @@ def _counts(threads: int) -> list[int]:
 
 @dataclasses.dataclass
 class _Rates:
-    """The best so far of one number of threads: L1, L2, L3, memory; of each tier; a dispatch and a task; weights."""
+    """The best so far of one number of threads: L1, L2, L3, memory; of each tier; a dispatch and a task; weights; and
+    how uneven its threads were in each turn."""
 
     gbps: list[float]
     gflops: dict[str, float]
     dispatch_us: list[float]
     streams: _Streams
+    uneven: list[float]
 
 
 class _Host:
@@ -82,6 +85,7 @@ class _Host:
         for tier, isa in self.compute_probe.items():
             best.gflops[tier] = max(best.gflops[tier], probe.compute(isa, _SECONDS))
         best.dispatch_us = [min(pair) for pair in zip(best.dispatch_us, probe.dispatch(), strict=True)]
+        best.uneven.append(probe.uneven(self.isa) if threads > 1 else 1.0)
         for tier, counts in rows.items():
             for form, count in (("unpack", counts[0]), *(("direct", count) for count in counts)):
                 rate = probe.stream(tier, form == "direct", count, 4 * _SECONDS)
@@ -100,16 +104,19 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
     for n in _counts(host.threads):
         tell(f"{n} thread{'s' if n > 1 else ''}")
         probe = _core.MachineProbe(n, host.far)
-        best = found[n] = _Rates([0.0] * 4, dict.fromkeys(host.tiers, 0.0), [math.inf] * 2, {})
+        best = found[n] = _Rates([0.0] * 4, dict.fromkeys(host.tiers, 0.0), [math.inf] * 2, {}, [])
         if n == 1:
             for _ in range(_ROUNDS):
                 host.one_thread()
                 host.turn(probe, n, best, {})
-            rows = {tier: _stream_rows(_kernels_of(host.kernels[tier]), best.gbps[3]) for tier in host.tiers}
+            rows = {tier: _stream_rows(_in_cache(host.kernels[tier].figures()), best.gbps[3]) for tier in host.tiers}
+        together = {tier: probe.kernels(tier) for tier in host.tiers} if 1 < n == host.threads else {}
         for _ in range(_ROUNDS):
             if n == 1:
                 host.one_thread()
             host.turn(probe, n, best, rows if n in (1, host.threads) else {})
+            for kernels in together.values():
+                kernels.turn()
         rows = {tier: counts[:1] for tier, counts in rows.items()}
         # A level never gives more than the one before it: what a probe missed there, the kernels would not find either.
         for level in (1, 2, 3):
@@ -121,8 +128,16 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
     caches = [by_threads(lambda rates, level=level: rates.gbps[level]) for level in range(4)]  # type: ignore[misc]
     kernels = {}
     for tier in host.tiers:
-        kernels[tier] = dataclasses.replace(
-            _kernels_of(host.kernels[tier]),
+        row = host.kernels[tier].figures()
+        in_cache = {1: _in_cache(row)}
+        if tier in together:
+            in_cache[host.threads] = _in_cache(together[tier].figures())
+        kernels[tier] = Kernels(
+            left_panels=row["left_panels"],
+            right_panels=row["right_panels"],
+            in_cache=in_cache,
+            unpack_overlaps=row["unpack_overlaps"],
+            overlap=_OVERLAPS[-1],
             compute_gflops=by_threads(lambda rates, tier=tier: rates.gflops[tier]),  # type: ignore[misc]
             direct_gbps=caches[3],
             unpack_gbps=caches[3],
@@ -151,6 +166,7 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
         dram_ns=latency[3],
         job_us=by_threads(lambda rates: rates.dispatch_us[0]),
         task_us=by_threads(lambda rates: rates.dispatch_us[1]),
+        uneven=by_threads(lambda rates: statistics.median(rates.uneven)),
         kernels=kernels,
     )
     for tier in host.tiers:
@@ -158,23 +174,15 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
     return machine
 
 
-def _kernels_of(probe: _core.KernelProbe) -> Kernels:
-    """What is known so far; the figures by threads are still to come."""
-    row = probe.figures()
-    return Kernels(
-        left_panels=row["left_panels"],
-        right_panels=row["right_panels"],
+def _in_cache(row: _core.KernelRow) -> InCache:
+    return InCache(
         step_ns=tuple(tuple(r[: row["right_panels"]]) for r in row["step_ns"][: row["left_panels"]]),
         few_tile_ns=tuple(map(tuple, row["few_tile_ns"])),
         cell_ns=row["cell_ns"],
+        again_ns=row["again_ns"],
         call_ns=row["call_ns"],
         unpack_tile_ns=row["unpack_tile_ns"],
-        unpack_overlaps=row["unpack_overlaps"],
-        overlap=_OVERLAPS[-1],
         pack_gbps=row["pack_gbps"],
-        compute_gflops={},
-        direct_gbps={},
-        unpack_gbps={},
     )
 
 
@@ -212,11 +220,11 @@ def _with_rate(
     return min((fitted(1.02**-step) for step in range(100)), key=lambda some: some[1])
 
 
-def _stream_rows(kernels: Kernels, dram_gbps: float) -> tuple[int, ...]:
+def _stream_rows(kernels: InCache, dram_gbps: float) -> tuple[int, ...]:
     """Rows with which the kernels are tried on weights from memory: the fewest whole panels that cells compute and no
     form for few rows; so many that products take about as long as the memory; twice as many."""
     least = 16 * (len(kernels.few_tile_ns[0]) // 16 + 1)
-    product_ns = kernels.step_ns[-1][0] / kernels.left_panels
+    product_ns = kernels.step_ns[-1][0] / len(kernels.step_ns)
     balanced = min(max(16 * round(1024 / dram_gbps / product_ns), least + 16), 192)
     return least, balanced, 2 * balanced
 
