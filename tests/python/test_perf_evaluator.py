@@ -75,21 +75,21 @@ def test_save_and_load(machine, tmp_path):
 def _paths(document, prefix=()):
     for key, value in document.items():
         yield (*prefix, key)
-        if key in ("kernels", "in_cache") or prefix[-1:] in (("kernels",), ("in_cache",)):
+        if key in ("kernels", "per_thread") or prefix[-1:] in (("kernels",), ("per_thread",)):
             yield from _paths(value, (*prefix, key))
 
 
 def test_cores_that_share_what_computes():
     machine = Machine.named("emr-16c")
     kernels = machine.kernels["amx_bf16"]
-    alone = kernels.in_cache[1]
+    alone = kernels.per_thread[1]
     assert kernels.of_each(1) == alone
     # Not measured with so many: as much slower as multiply-adds are.
     factor = 16 * kernels.compute_gflops[1] / kernels.compute_gflops[16]
     assert kernels.of_each(16).step_ns[1][1] == pytest.approx(factor * alone.step_ns[1][1])
     assert kernels.of_each(16).pack_gbps == pytest.approx(alone.pack_gbps / factor)
     shared = alone.slower(3.0)
-    measured = dataclasses.replace(kernels, in_cache={1: alone, 16: shared})
+    measured = dataclasses.replace(kernels, per_thread={1: alone, 16: shared})
     assert measured.of_each(16) == shared and measured.of_each(8).step_ns < shared.step_ns
     both = dataclasses.replace(machine, kernels={"amx_bf16": measured})
     assert Machine.from_json(both.to_json()) == both
@@ -166,13 +166,13 @@ def test_measured_figures_make_sense(monkeypatch):
     assert machine.l1_ns <= machine.l2_ns <= machine.l3_ns <= machine.dram_ns
     assert machine.l1_gbps[1] >= machine.l2_gbps[1] >= machine.l3_gbps[1] >= machine.dram_gbps[1] > 0
     kernels = machine.kernels[machine.isa]
-    assert kernels.direct_gbps[1] <= machine.dram_gbps[1] and 1 <= kernels.overlap <= 3
+    assert kernels.direct_gbps[1] <= machine.dram_gbps[1] and 1 <= kernels.per_thread[1].overlap <= 3
     assert Machine.from_json(machine.to_json()) == machine
 
 
 def test_the_rate_of_weights_makes_the_model_say_what_was_measured():
     machine = Machine.named("emr-16c")  # few rows are decided by the memory there
-    rows = measure._stream_rows(machine.kernels[machine.isa].in_cache[1], machine.dram_gbps[1])
+    rows = measure._stream_rows(machine.kernels[machine.isa].per_thread[1], machine.dram_gbps[1])
     told = {count: measure._stream_gbps(machine, machine.isa, 1, "direct", count) for count in rows}
     slower = {count: 0.7 * told[count] for count in rows[:1]}
     fitted, _ = measure._with_rate(machine, machine.isa, 1, "direct", slower)
@@ -182,7 +182,7 @@ def test_the_rate_of_weights_makes_the_model_say_what_was_measured():
     }
     direct = {(machine.isa, "direct", count): gbps for count, gbps in told.items()}
     again = measure._with_supply(machine, machine.isa, {1: direct | unpacked}).kernels[machine.isa]
-    assert again.overlap == machine.kernels[machine.isa].overlap
+    assert again.per_thread[1].overlap == machine.kernels[machine.isa].per_thread[1].overlap
     before = machine.kernels[machine.isa]
     assert again.direct_gbps[1] == pytest.approx(before.direct_gbps[1], rel=0.1)
     assert again.unpack_gbps[1] < before.unpack_gbps[1]
@@ -359,8 +359,8 @@ def test_long_contractions_are_cut_where_activations_leave_the_cache():
     few = GemmEvaluator(
         dataclasses.replace(
             Machine.named("zen5-2c"),
-            kernels={"avx512_bf16": dataclasses.replace(zen := Machine.named("zen5-2c").kernels["avx512_bf16"], in_cache={
-                1: dataclasses.replace(zen.in_cache[1], few_tile_ns=((9.0,) * 16, (9.0,) * 16))
+            kernels={"avx512_bf16": dataclasses.replace(zen := Machine.named("zen5-2c").kernels["avx512_bf16"], per_thread={
+                1: dataclasses.replace(zen.per_thread[1], few_tile_ns=((9.0,) * 16, (9.0,) * 16))
             })},
         ), 1, cache=False
     )  # fmt: skip
@@ -431,7 +431,8 @@ def test_what_overlaps_less_takes_longer(machine):
     shapes = [GemmShape(m=m, k=2048, n=1024, output=out) for m in (1, 40, 700) for out in ("fp32", "bf16")]
 
     def times(overlap, **changes):
-        kernel = dataclasses.replace(kernels, overlap=overlap)
+        alone = dataclasses.replace(kernels.per_thread[1], overlap=overlap)
+        kernel = dataclasses.replace(kernels, per_thread={1: alone})
         evaluator = GemmEvaluator(dataclasses.replace(machine, kernels={machine.isa: kernel}), cache=False)
         return [e.milliseconds for e in evaluator.evaluate_many([dataclasses.replace(s, **changes) for s in shapes])]
 

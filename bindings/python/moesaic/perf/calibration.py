@@ -277,7 +277,7 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
     times = []
     for one in measured:
         for backward in (False, True):
-            of_case = alone(model, one.case.shape)
+            of_case = alone(model, one.case.shape, one.rows)
             for group, work in of_case.work(one.case.shape, one.rows, backward=backward).items():
                 if one.phases[group] > 0:
                     amounts.append(work)
@@ -296,15 +296,19 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
     )
     over = []
     for one in measured:
-        without = alone(LayerModel(model.products, rates), one.case.shape)
-        over.append(one.forward_ms - without.forward(one.case.shape, one.rows).milliseconds)
-        over.append(one.backward_ms - without.backward(one.case.shape, one.rows).milliseconds)
+        without = alone(LayerModel(model.products, rates), one.case.shape, one.rows)
+        for predict, ms in ((without.forward, one.forward_ms), (without.backward, one.backward_ms)):
+            predicted = predict(one.case.shape, one.rows)
+            # What no thread is busy with, of both: apart from what their phases differ by.
+            busy = sum(one.phases[group] for group in predicted.phases)
+            over.append(ms - (busy + predicted.idle_ms) / model.threads)
     return replace(rates, call=max(statistics.median(over), 0.0) * 1e3)
 
 
-def alone(model: LayerModel, shape: ExpertsShape) -> LayerModel:
-    """The model where nothing but calls of this layer follow each other."""
-    return LayerModel(model.products.with_resident(shape.weight_bytes), model.rates)
+def alone(model: LayerModel, shape: ExpertsShape, rows: Sequence[int]) -> LayerModel:
+    """The model where nothing but calls of this layer with these rows of each expert follow each other."""
+    hit = sum(1 for count in rows if count > 0) / shape.experts
+    return LayerModel(model.products.with_resident(hit * shape.weight_bytes), model.rates)
 
 
 def _non_negative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -232,7 +232,7 @@ def _gemms(evaluator: GemmEvaluator, plan: CheckPlan, progress: Callable[[str], 
 def _layer(model: LayerModel, measured: MeasuredLayer) -> list[Pair]:
     """Forward and backward of a layer."""
     case = measured.case
-    of_case = alone(model, case.shape)
+    of_case = alone(model, case.shape, measured.rows)
     forward = of_case.forward(case.shape, measured.rows).milliseconds
     backward = of_case.backward(case.shape, measured.rows).milliseconds
     return [
@@ -296,8 +296,6 @@ def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) 
         runs = [_engine_calls_ms(step) for _ in range(plan.repetitions)]
         of_calls = list(zip(*runs, strict=True))
         least = sum(map(min, of_calls))
-        # What a call takes outside of the engine is no part of what is measured here.
-        predicted = forward + backward - 2 * len(calls) * model.rates.unit_ms("call")
         spread = sum(map(statistics.median, of_calls)) / least
-        pairs.append(Pair("step", name, predicted, sum(map(plan.statistic, of_calls)), spread))
+        pairs.append(Pair("step", name, forward + backward, sum(map(plan.statistic, of_calls)), spread))
     return pairs

@@ -23,8 +23,8 @@ ByThreads = Mapping[int, float]
 
 
 @dataclasses.dataclass(frozen=True)
-class InCache:
-    """What kernels take of one thread, while some number of threads do the same, with operands in cache."""
+class PerThread:
+    """What kernels take of one thread while some number of threads do the same, but for weights from memory."""
 
     step_ns: tuple[tuple[float, ...], ...]
     """One step (32 of the contraction) of a cell of i + 1 left by j + 1 right panels, operands in L1."""
@@ -36,13 +36,16 @@ class InCache:
     call_ns: float
     unpack_tile_ns: float
     pack_gbps: float
+    overlap: float
+    """Exponent with which times of arithmetic and of each level of memory combine: 1 one after the other."""
 
-    def slower(self, factor: float) -> InCache:
+    def slower(self, factor: float) -> PerThread:
         """The same on a core that takes so many times as long."""
-        return InCache(
+        return PerThread(
             *(tuple(tuple(x * factor for x in row) for row in table) for table in (self.step_ns, self.few_tile_ns)),
             *(x * factor for x in (self.cell_ns, self.again_ns, self.call_ns, self.unpack_tile_ns)),
             self.pack_gbps / factor,
+            self.overlap,
         )
 
 
@@ -53,11 +56,9 @@ class Kernels:
 
     left_panels: int
     right_panels: int
-    in_cache: Mapping[int, InCache]
+    per_thread: Mapping[int, PerThread]
     """By threads: of one, and of as many as the machine has, which may share cores and what computes there."""
     unpack_overlaps: bool
-    overlap: float
-    """Exponent with which times of arithmetic and of each level of memory combine: 1 one after the other."""
     compute_gflops: ByThreads
     """Multiply-adds on registers."""
     direct_gbps: ByThreads
@@ -67,17 +68,17 @@ class Kernels:
     @property
     def undisturbed_ns(self) -> float:
         """What `_core.measure_cell` takes at most where nobody else uses the core."""
-        alone = self.in_cache[1]
+        alone = self.per_thread[1]
         return 1.06 * (alone.call_ns + alone.cell_ns + 6 * alone.step_ns[-1][-1])
 
-    def of_each(self, threads: int) -> InCache:
+    def of_each(self, threads: int) -> PerThread:
         """What kernels take of each of so many threads: as measured with so many, or with the next smaller number and
         slowed down as multiply-adds on registers are."""
-        measured = max(n for n in self.in_cache if n <= threads)
+        measured = max(n for n in self.per_thread if n <= threads)
         if measured == threads:
-            return self.in_cache[threads]
+            return self.per_thread[threads]
         alone, together = (at_threads(self.compute_gflops, n) / n for n in (measured, threads))
-        return self.in_cache[measured].slower(max(1.0, alone / together))
+        return self.per_thread[measured].slower(max(1.0, alone / together))
 
     def undisturbed(self, isa: str) -> bool:
         """Whether others leave this core alone just now, in some 0.2 ms: whether a cell of the kernels takes no longer
@@ -264,7 +265,7 @@ class Machine:
         if not 1 <= threads <= self.threads:
             raise ValueError(f"threads is {threads}, expected 1 to {self.threads}, what machine {self.name} has")
         kernels = self.kernels[isa]
-        in_cache = kernels.of_each(threads)
+        per_thread = kernels.of_each(threads)
         return {
             "threads": threads,
             "compute_gflops": at_threads(kernels.compute_gflops, threads),
@@ -277,15 +278,15 @@ class Machine:
             "uneven": at_threads(self.uneven, threads),
             "left_panels": kernels.left_panels,
             "right_panels": kernels.right_panels,
-            "step_ns": [(*row, 0.0, 0.0, 0.0)[:3] for row in (*in_cache.step_ns, (), ())[:2]],
-            "few_tile_ns": in_cache.few_tile_ns,
-            "cell_ns": in_cache.cell_ns,
-            "again_ns": in_cache.again_ns,
-            "call_ns": in_cache.call_ns,
-            "unpack_tile_ns": in_cache.unpack_tile_ns,
+            "step_ns": [(*row, 0.0, 0.0, 0.0)[:3] for row in (*per_thread.step_ns, (), ())[:2]],
+            "few_tile_ns": per_thread.few_tile_ns,
+            "cell_ns": per_thread.cell_ns,
+            "again_ns": per_thread.again_ns,
+            "call_ns": per_thread.call_ns,
+            "unpack_tile_ns": per_thread.unpack_tile_ns,
             "unpack_overlaps": kernels.unpack_overlaps,
-            "overlap": kernels.overlap,
-            "pack_gbps": in_cache.pack_gbps,
+            "overlap": per_thread.overlap,
+            "pack_gbps": per_thread.pack_gbps,
             "direct_gbps": at_threads(kernels.direct_gbps, threads),
             "unpack_gbps": at_threads(kernels.unpack_gbps, threads),
         }
@@ -386,29 +387,29 @@ def _kernels_of(document: Any, where: str) -> Kernels:
         raise ValueError(f"{where} is {document!r}, expected an object")
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Kernels):
-        if field.name != "in_cache":
+        if field.name != "per_thread":
             values[field.name] = _read(document, field.name, str(field.type), where)
-    if values["overlap"] < 1:
-        raise ValueError(f"{where}: overlap is {values['overlap']}, expected 1 or more")
     left, right = values["left_panels"], values["right_panels"]
     if left > 2 or not 2 <= right <= 3:
         raise ValueError(f"{where}: left_panels, right_panels are {left}, {right}, expected 1 or 2, and 2 or 3")
-    by_threads = _take(document, "in_cache", where)
+    by_threads = _take(document, "per_thread", where)
     if not isinstance(by_threads, dict) or "1" not in by_threads or not all(key.isdecimal() for key in by_threads):
-        raise ValueError(f"{where}: in_cache is {by_threads!r}, expected an object by threads with 1 at least")
-    values["in_cache"] = {
-        int(key): _in_cache_of(row, left, right, f"{where}: in_cache.{key}") for key, row in by_threads.items()
+        raise ValueError(f"{where}: per_thread is {by_threads!r}, expected an object by threads with 1 at least")
+    values["per_thread"] = {
+        int(key): _per_thread_of(row, left, right, f"{where}: per_thread.{key}") for key, row in by_threads.items()
     }
     return Kernels(**values)
 
 
-def _in_cache_of(document: Any, left: int, right: int, where: str) -> InCache:
+def _per_thread_of(document: Any, left: int, right: int, where: str) -> PerThread:
     if not isinstance(document, dict):
         raise ValueError(f"{where} is {document!r}, expected an object")
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(InCache):
+    for field in dataclasses.fields(PerThread):
         if field.name not in ("step_ns", "few_tile_ns"):
             values[field.name] = _read(document, field.name, str(field.type), where)
+    if values["overlap"] < 1:
+        raise ValueError(f"{where}: overlap is {values['overlap']}, expected 1 or more")
     rows = _take(document, "step_ns", where)
     if (
         not isinstance(rows, list)
@@ -431,4 +432,4 @@ def _in_cache_of(document: Any, left: int, right: int, where: str) -> InCache:
     values["few_tile_ns"] = tuple(
         tuple(_number(x, f"few_tile_ns[{i}][{j}]", where) for j, x in enumerate(row)) for i, row in enumerate(few)
     )
-    return InCache(**values)
+    return PerThread(**values)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moesaic import _core
-from moesaic.perf.machine import InCache, Kernels, Machine, at_threads
+from moesaic.perf.machine import PerThread, Kernels, Machine, at_threads
 
 _ROUNDS = 12
 """In which everything takes its turn; twice for one thread, then with weights from memory."""
@@ -109,7 +109,7 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
             for _ in range(_ROUNDS):
                 host.one_thread()
                 host.turn(probe, n, best, {})
-            rows = {tier: _stream_rows(_in_cache(host.kernels[tier].figures()), best.gbps[3]) for tier in host.tiers}
+            rows = {tier: _stream_rows(_per_thread(host.kernels[tier].figures()), best.gbps[3]) for tier in host.tiers}
         together = {tier: probe.kernels(tier) for tier in host.tiers} if 1 < n == host.threads else {}
         for _ in range(_ROUNDS):
             if n == 1:
@@ -117,7 +117,6 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
             host.turn(probe, n, best, rows if n in (1, host.threads) else {})
             for kernels in together.values():
                 kernels.turn()
-        rows = {tier: counts[:1] for tier, counts in rows.items()}
         # A level never gives more than the one before it: what a probe missed there, the kernels would not find either.
         for level in (1, 2, 3):
             best.gbps[level] = min(best.gbps[level], best.gbps[level - 1])
@@ -129,15 +128,14 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
     kernels = {}
     for tier in host.tiers:
         row = host.kernels[tier].figures()
-        in_cache = {1: _in_cache(row)}
+        per_thread = {1: _per_thread(row)}
         if tier in together:
-            in_cache[host.threads] = _in_cache(together[tier].figures())
+            per_thread[host.threads] = _per_thread(together[tier].figures())
         kernels[tier] = Kernels(
             left_panels=row["left_panels"],
             right_panels=row["right_panels"],
-            in_cache=in_cache,
+            per_thread=per_thread,
             unpack_overlaps=row["unpack_overlaps"],
-            overlap=_OVERLAPS[-1],
             compute_gflops=by_threads(lambda rates, tier=tier: rates.gflops[tier]),  # type: ignore[misc]
             direct_gbps=caches[3],
             unpack_gbps=caches[3],
@@ -174,8 +172,8 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
     return machine
 
 
-def _in_cache(row: _core.KernelRow) -> InCache:
-    return InCache(
+def _per_thread(row: _core.KernelRow) -> PerThread:
+    return PerThread(
         step_ns=tuple(tuple(r[: row["right_panels"]]) for r in row["step_ns"][: row["left_panels"]]),
         few_tile_ns=tuple(map(tuple, row["few_tile_ns"])),
         cell_ns=row["cell_ns"],
@@ -183,19 +181,18 @@ def _in_cache(row: _core.KernelRow) -> InCache:
         call_ns=row["call_ns"],
         unpack_tile_ns=row["unpack_tile_ns"],
         pack_gbps=row["pack_gbps"],
+        overlap=_OVERLAPS[-1],
     )
 
 
 def _with_supply(machine: Machine, tier: str, measured: Mapping[int, _Streams]) -> Machine:
     """The machine with what a tier's kernels do with weights from memory, by threads: how much of it products hide,
     and the rates at which they take them."""
-    direct = {rows: gbps for (name, form, rows), gbps in measured[1].items() if (name, form) == (tier, "direct")}
-    least = min(direct)
-    machine = min(
-        (_with_rate(_replaced(machine, tier, overlap=overlap), tier, 1, "direct", direct) for overlap in _OVERLAPS),
-        key=lambda fitted: fitted[1],
-    )[0]
     for n, streams in measured.items():
+        direct = {rows: gbps for (name, form, rows), gbps in streams.items() if (name, form) == (tier, "direct")}
+        least = min(direct)
+        fitted = (_with_rate(_overlapping(machine, tier, n, p), tier, n, "direct", direct) for p in _OVERLAPS)
+        machine = min(fitted, key=lambda one: one[1])[0]
         for form in ("direct", "unpack"):
             machine, _ = _with_rate(machine, tier, n, form, {least: streams[tier, form, least]})
     return machine
@@ -220,13 +217,19 @@ def _with_rate(
     return min((fitted(1.02**-step) for step in range(100)), key=lambda some: some[1])
 
 
-def _stream_rows(kernels: InCache, dram_gbps: float) -> tuple[int, ...]:
+def _stream_rows(kernels: PerThread, dram_gbps: float) -> tuple[int, ...]:
     """Rows with which the kernels are tried on weights from memory: the fewest whole panels that cells compute and no
     form for few rows; so many that products take about as long as the memory; twice as many."""
     least = 16 * (len(kernels.few_tile_ns[0]) // 16 + 1)
     product_ns = kernels.step_ns[-1][0] / len(kernels.step_ns)
     balanced = min(max(16 * round(1024 / dram_gbps / product_ns), least + 16), 192)
     return least, balanced, 2 * balanced
+
+
+def _overlapping(machine: Machine, tier: str, threads: int, overlap: float) -> Machine:
+    per_thread = machine.kernels[tier].per_thread
+    changed = dataclasses.replace(per_thread[threads], overlap=overlap)
+    return _replaced(machine, tier, per_thread={**per_thread, threads: changed})
 
 
 def _replaced(machine: Machine, tier: str, **figures: Any) -> Machine:
