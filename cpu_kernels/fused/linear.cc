@@ -90,9 +90,9 @@ Plan MakePlan(const Shape& shape, bool is_bf16, bool whole_rows, int threads) {
   // fp32 weights take twice as long to multiply with as to bring, at 128 rows already; more only fill the cache.
   const std::int64_t most = std::clamp<std::int64_t>(budget / row_bytes / 32 * 32, 64, is_bf16 ? 256 : 128);
   Plan plan{};
-  // Below 128 rows too little is computed with what is read of the weights; above that, four blocks a thread.
-  const std::int64_t quarter = RoundUp(CeilDiv(shape.rows, 4 * threads), 32);
-  plan.block_rows = std::min({most, std::max<std::int64_t>(quarter, 128), RoundUp(shape.rows, 32)});
+  // Below 128 rows too little is computed with what is read of the weights; above that, two blocks a thread.
+  const std::int64_t half = RoundUp(CeilDiv(shape.rows, 2 * threads), 32);
+  plan.block_rows = std::min({most, std::max<std::int64_t>(half, 128), RoundUp(shape.rows, 32)});
   plan.blocks = plan.whole = CeilDiv(shape.rows, plan.block_rows);
   plan.splits = plan.blocks >= threads ? 1 : std::min(CeilDiv(2 * threads, plan.blocks), CeilDiv(columns, 64));
   if (plan.blocks > threads && plan.block_rows % 64 == 0) {

@@ -356,14 +356,11 @@ def test_long_contractions_are_cut_where_activations_leave_the_cache():
     assert zen.evaluate(shape).configuration.call_depth == 256
     assert zen.evaluate(dataclasses.replace(shape, k=512)).configuration.call_depth == 512
     # Groups of few rows are computed by kernels without slices.
-    few = GemmEvaluator(
-        dataclasses.replace(
-            Machine.named("zen5-2c"),
-            kernels={"avx512_bf16": dataclasses.replace(zen := Machine.named("zen5-2c").kernels["avx512_bf16"], per_thread={
-                1: dataclasses.replace(zen.per_thread[1], few_tile_ns=((9.0,) * 16, (9.0,) * 16))
-            })},
-        ), 1, cache=False
-    )  # fmt: skip
+    machine = Machine.named("zen5-2c")
+    kernels = machine.kernels["avx512_bf16"]
+    alone = dataclasses.replace(kernels.per_thread[1], few_tile_ns=((9.0,) * 16, (9.0,) * 16))
+    with_form = {"avx512_bf16": dataclasses.replace(kernels, per_thread={1: alone})}
+    few = GemmEvaluator(dataclasses.replace(machine, kernels=with_form), 1, cache=False)
     assert few.evaluate(GemmShape(m=4, k=8192, n=4096, form="unpack", packed=True)).configuration.call_depth == 8192
 
 

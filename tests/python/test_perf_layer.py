@@ -244,7 +244,7 @@ def test_rates_are_found_again() -> None:
         (ExpertsShape(8, 1024, 384, 4, 16), 512, "zipf"),
     ]:
         rows = RoutingLaw.parse(routing).rows(shape.experts, shape.top_k, tokens)
-        of_case = alone(world, shape)
+        of_case = alone(world, shape, rows)
         phases = {}
         for backward in (False, True):
             for group, work in of_case.work(shape, rows, backward=backward).items():
@@ -254,10 +254,9 @@ def test_rates_are_found_again() -> None:
     found = fit(start, measured)
     for name in ("swiglu_forward", "swiglu_backward", "pack"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.03), name
-    again = alone(LayerModel(start.products, found), ExpertsShape(12, 640, 384, 2, 8))
-    expected = alone(world, ExpertsShape(12, 640, 384, 2, 8))
-    rows = RoutingLaw.parse("zipf").rows(12, 2, 333)
-    shape = ExpertsShape(12, 640, 384, 2, 8)
+    shape, rows = ExpertsShape(12, 640, 384, 2, 8), RoutingLaw.parse("zipf").rows(12, 2, 333)
+    again = alone(LayerModel(start.products, found), shape, rows)
+    expected = alone(world, shape, rows)
     assert again.forward(shape, rows).milliseconds == pytest.approx(
         expected.forward(shape, rows).milliseconds, rel=0.02
     )
@@ -308,8 +307,8 @@ def test_an_amx_host_is_predicted(
     monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path))
     shape = ExpertsShape(*sizes)
     evaluator = GemmEvaluator(MACHINE, 16, cache=False)
-    predict = alone(LayerModel(Products(evaluator), LayerRates.of(MACHINE, 16)), shape)
     rows = RoutingLaw.parse(routing).rows(shape.experts, shape.top_k, tokens)
+    predict = alone(LayerModel(Products(evaluator), LayerRates.of(MACHINE, 16)), shape, rows)
     assert predict.forward(shape, rows).milliseconds == pytest.approx(forward_ms, rel=0.15)
     assert predict.backward(shape, rows).milliseconds == pytest.approx(backward_ms, rel=0.15)
 

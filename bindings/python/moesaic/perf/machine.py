@@ -41,11 +41,13 @@ class PerThread:
 
     def slower(self, factor: float) -> PerThread:
         """The same on a core that takes so many times as long."""
-        return PerThread(
-            *(tuple(tuple(x * factor for x in row) for row in table) for table in (self.step_ns, self.few_tile_ns)),
-            *(x * factor for x in (self.cell_ns, self.again_ns, self.call_ns, self.unpack_tile_ns)),
-            self.pack_gbps / factor,
-            self.overlap,
+        ns = ("cell_ns", "again_ns", "call_ns", "unpack_tile_ns")
+        return dataclasses.replace(
+            self,
+            step_ns=tuple(tuple(x * factor for x in row) for row in self.step_ns),
+            few_tile_ns=tuple(tuple(x * factor for x in row) for row in self.few_tile_ns),
+            pack_gbps=self.pack_gbps / factor,
+            **{name: getattr(self, name) * factor for name in ns},
         )
 
 

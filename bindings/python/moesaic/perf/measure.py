@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moesaic import _core
-from moesaic.perf.machine import PerThread, Kernels, Machine, at_threads
+from moesaic.perf.machine import Kernels, Machine, PerThread, at_threads
 
 _ROUNDS = 12
 """In which everything takes its turn; twice for one thread, then with weights from memory."""
@@ -115,8 +115,8 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
             if n == 1:
                 host.one_thread()
             host.turn(probe, n, best, rows if n in (1, host.threads) else {})
-            for kernels in together.values():
-                kernels.turn()
+            for one in together.values():
+                one.turn()
         # A level never gives more than the one before it: what a probe missed there, the kernels would not find either.
         for level in (1, 2, 3):
             best.gbps[level] = min(best.gbps[level], best.gbps[level - 1])
