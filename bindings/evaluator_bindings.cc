@@ -60,6 +60,7 @@ MachineModel MachineOf(const py::dict& figures) {
   kernel.cell_ns = Field<double>(figures, "cell_ns");
   kernel.again_ns = Field<double>(figures, "again_ns");
   kernel.call_ns = Field<double>(figures, "call_ns");
+  kernel.l2_tile_ns = Field<double>(figures, "l2_tile_ns");
   kernel.unpack_tile_ns = Field<double>(figures, "unpack_tile_ns");
   kernel.unpack_overlaps = Field<bool>(figures, "unpack_overlaps");
   kernel.overlap = Field<double>(figures, "overlap");

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "cpu_kernels/gemm/tiles.h"
+#include "cpu_kernels/tile_evaluator.h"
 
 namespace moesaic {
 namespace {
@@ -292,7 +293,9 @@ class TaskCounter {
     const double between = c_.order == LoopOrder::kDepth && !slices
                                ? fp32 + Product(task.rows + task.columns, depth, 2)
                                : Product(call_rows, call_columns, 4) + Product(call_rows + call_columns, depth, 2);
-    AddAgain(cost, between, 2 * fp32 * static_cast<double>(parts - 1));
+    // On a matrix unit, whose sums take more than L1, cells that go on with them were measured with sums in L2.
+    AddAgain(cost, between, 2 * fp32 * static_cast<double>(parts - 1),
+             m_.kernel.unpack_overlaps ? MemoryLevel::kL3 : MemoryLevel::kL1);
   }
 
   const GemmProblem& p_;
@@ -321,7 +324,12 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
                              : problem.form == GemmForm::kDirect ? kernel.direct_gbps
                              : problem.form == GemmForm::kUnpack ? kernel.unpack_gbps
                                                                  : machine.gbps[3];
-  const double cells = (cost.cells_ns + cost.calls_ns) * kNsToMs;
+  const double products = (cost.cells_ns + cost.calls_ns) * kNsToMs;
+  // A matrix unit has few registers to load tiles ahead into: it waits for those from L2. Vectors wait for bytes at most.
+  const bool unit = kernel.unpack_overlaps;
+  const double tiles =
+      unit ? cost.bytes[static_cast<std::size_t>(MemoryLevel::kL2)] / (2 * kTileElements) * kernel.l2_tile_ns * kNsToMs : 0.0;
+  const double cells = products + tiles;
   const double unpack = cost.unpack_ns * kNsToMs;
   const bool waits = problem.form == GemmForm::kDirect && !cost.few && !cost.once;
   const double slower = waits ? 1 + (kWithoutPrefetch - 1) * cost.unfetched : 1.0;
@@ -329,12 +337,13 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   const double rounding = cost.round_ns * kNsToMs;
   // Beside the products, all that overlaps with them: L2, L3, and what the vectors unpack where they are idle. Memory, too,
   // but where the vectors are busy it is prefetched while they unpack.
-  const bool unpack_first = problem.form == GemmForm::kUnpack && !kernel.unpack_overlaps && !cost.few;
+  const bool unpack_first = problem.form == GemmForm::kUnpack && !unit && !cost.few;
   const double overlap = !cost.few ? kernel.overlap : problem.form == GemmForm::kDirect ? kFewDirectOverlap : kFewUnpackOverlap;
   const Overlap beside(overlap);
-  const std::array<double, 4> powers = {beside.Power(cells), beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])),
+  const std::array<double, 4> powers = {beside.Power(cells),
+                                        unit ? 0.0 : beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])),
                                         beside.Power(supply(MemoryLevel::kL3, machine.gbps[2])),
-                                        kernel.unpack_overlaps ? beside.Power(unpack) : 0.0};
+                                        unit ? beside.Power(unpack) : 0.0};
   const double sum = powers[0] + powers[1] + powers[2] + powers[3];
   const double computing = beside.Root(sum);
   double memory_share = 0, unpack_share = 0, computing_share = computing;
@@ -359,13 +368,13 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
       kernel.step_ns[static_cast<std::size_t>(kernel.left_panels - 1)]
                     [static_cast<std::size_t>((problem.form == GemmForm::kUnpack ? 2 : kernel.right_panels) - 1)] /
       static_cast<double>(kernel.left_panels * (problem.form == GemmForm::kUnpack ? 2 : kernel.right_panels));
-  const double without_edges = std::min(cells, std::max(least, flops / (2.0 * 16 * 16 * 32) * whole * kNsToMs));
-  const double arithmetic = std::min(least, cells);
+  const double without_edges = std::min(products, std::max(least, flops / (2.0 * 16 * 16 * 32) * whole * kNsToMs));
+  const double arithmetic = std::min(least, products);
   const double scale = cells > 0 ? share(0) / cells : 0.0;
   PartOf(time.parts, GemmPart::kArithmetic) = scale * arithmetic;
   PartOf(time.parts, GemmPart::kL1) = scale * (without_edges - arithmetic);
-  PartOf(time.parts, GemmPart::kEdge) = scale * (cells - without_edges);
-  PartOf(time.parts, GemmPart::kL2) = share(1);
+  PartOf(time.parts, GemmPart::kEdge) = scale * (products - without_edges);
+  PartOf(time.parts, GemmPart::kL2) = share(1) + scale * tiles;
   PartOf(time.parts, GemmPart::kL3) = share(2);
   PartOf(time.parts, GemmPart::kMemory) = memory_share;
   PartOf(time.parts, GemmPart::kPacking) = share(3) + unpack_share + rounding;
@@ -373,6 +382,14 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
 }
 
 }  // namespace
+
+PackingCut CutPacking(const GemmProblem& problem, int threads) {
+  std::int64_t chunks = 0;
+  for (const GroupRows& group : problem.groups) chunks += group.groups * CeilDiv(group.rows, PackingCut::kRows);
+  const std::int64_t all = CeilDiv(problem.k, kTileColumns);
+  const std::int64_t columns = CeilDiv(all, threads == 1 ? 1 : std::min(PartsForThreads(chunks, threads), all));
+  return {columns, chunks * CeilDiv(all, columns)};
+}
 
 std::int64_t TaskRows(std::int64_t rows, const GemmConfiguration& configuration) {
   return RoundUp(CeilDiv(rows, CeilDiv(rows, configuration.task_rows)), kPanelRows);
@@ -441,7 +458,9 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   if (!problem.packed) {
     const double bytes = all_rows * static_cast<double>(problem.k) *
                          static_cast<double>(problem.input_bytes + 4);  // what is written is read before
-    packing = machine.uneven * (packed_bytes / (machine.kernel.pack_gbps * threads) + bytes / machine.gbps[2]) * 1e-6;
+    const double busy = (packed_bytes / machine.kernel.pack_gbps + bytes * threads / machine.gbps[2]) * 1e-6;
+    const auto pieces = static_cast<double>(CutPacking(problem, machine.threads).pieces);
+    packing = busy / pieces * (std::ceil(pieces / threads) + machine.uneven - 1);
   }
   PartOf(estimate.parts, GemmPart::kPacking) += packing;
   const double jobs = problem.packed ? 1.0 : 2.0;

@@ -82,6 +82,14 @@ inline constexpr std::int64_t kMostPrefetched = 128;
 /// Rows of the tasks of a group with so many rows: they are dealt evenly, in whole panels.
 std::int64_t TaskRows(std::int64_t rows, const GemmConfiguration& configuration);
 
+/// The pieces in which X becomes tiles before the product: some rows of a group, and tile columns of the contraction.
+struct PackingCut {
+  static constexpr std::int64_t kRows = 64;  ///< of a piece, at most
+  std::int64_t columns = 0;                  ///< tile columns of a piece, at most
+  std::int64_t pieces = 0;                   ///< of all groups
+};
+PackingCut CutPacking(const GemmProblem& problem, int threads);
+
 /// Whether the kernels can run it: positive sizes on the grid of panels and superblocks; a part of the contraction, in the
 /// direct form, only where calls lie within a row of superblocks; gradients in fp32.
 bool Legal(const GemmProblem& problem, const GemmConfiguration& configuration);

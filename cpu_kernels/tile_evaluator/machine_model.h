@@ -26,6 +26,7 @@ struct KernelFigures {
   double cell_ns = 0;            ///< begin and end of the widest cell: accumulators cleared and stored
   double again_ns = 0;           ///< the same of one that goes on with sums in C: accumulators loaded and stored
   double call_ns = 0;            ///< begin and end of a call
+  double l2_tile_ns = 0;         ///< what a tile of an operand, 1 KB, takes longer from L2 than from L1, in the widest cell
   double unpack_tile_ns = 0;     ///< a stored tile becomes part of right factors (unpack form)
   bool unpack_overlaps = false;  ///< beside the products instead of before them: a matrix unit, which also takes slices
   /// How well the kernels compute while the caches and the memory bring what they need: times of both combine as

@@ -86,17 +86,13 @@ void GroupedGemm::Fill(std::span<std::byte> memory, std::int64_t value_bytes) {
 }
 
 void GroupedGemm::PackActivations(int workers) {
-  constexpr std::int64_t kChunk = 64;
+  constexpr std::int64_t kChunk = PackingCut::kRows;
   struct Piece {
     const Group* group;
     std::int64_t row, first_column, columns;
   };
   std::vector<Piece> pieces;
-  std::int64_t chunks = 0;
-  for (const Group& group : groups_) chunks += CeilDiv(group.rows, kChunk);
-  const std::int64_t all = CeilDiv(problem_.k, kTileColumns);
-  // Few rows are cut along the contraction.
-  const std::int64_t columns = CeilDiv(all, std::clamp<std::int64_t>(CeilDiv(workers, chunks), 1, all));
+  const std::int64_t all = CeilDiv(problem_.k, kTileColumns), columns = CutPacking(problem_, workers).columns;
   for (const Group& group : groups_) {
     for (std::int64_t row = 0; row < group.rows; row += kChunk) {
       for (std::int64_t column = 0; column < all; column += columns) {

@@ -36,6 +36,8 @@ constexpr std::int64_t kCellSteps = 6;
 constexpr std::int64_t kLong = kCellSteps, kShort = 2;
 /// Cells of a call that tell what each one costs; tile columns, of the unpack form; tiles of the forms for few rows.
 constexpr std::int64_t kCells = 17, kColumns = 4, kFewTiles = 32;
+/// Steps of a cell whose operands, 256 KB of two panels each, come from L2.
+constexpr std::int64_t kStepsFromL2 = 64;
 
 /// Zeros at some place of a page, another one each time: loads wait for stores whose addresses end in the same twelve bits, so
 /// that a cell takes up to three times as long in places that are unlucky together.
@@ -236,6 +238,7 @@ void KernelProbe::MakeCalls(Bodies& bodies) {
                                       kShort * kTileColumns, true);
   again->set_accumulate();
   again_ = add([again] { again->Run(); });
+  from_l2_ = direct(tier.left_panels, tier.right_panels, kStepsFromL2);
   one_column_ = unpack(1);
   more_columns_ = unpack(1 + kColumns);
   // 64 rows of 2,048 numbers become pairs.
@@ -319,6 +322,8 @@ KernelFigures KernelProbe::Figures() const {
   figures.cell_ns = cell(some_cells_, 0.0);
   figures.again_ns = cell(again_, figures.cell_ns);
   figures.call_ns = std::max(0.0, fixed - figures.cell_ns);
+  const auto tiles = static_cast<double>(tier_.left_panels + tier_.right_panels);
+  figures.l2_tile_ns = std::max(0.0, (ns[from_l2_] - ns[with_short_[a][b]]) / (kStepsFromL2 - kShort) - step) / tiles;
   // A tile column more: its tiles, and a cell.
   const double column = (ns[more_columns_] - ns[one_column_]) / kColumns;
   const double products = kLong * figures.step_ns[0][1] + figures.cell_ns;

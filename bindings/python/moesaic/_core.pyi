@@ -358,6 +358,7 @@ class KernelRow(TypedDict):
     cell_ns: float
     again_ns: float
     call_ns: float
+    l2_tile_ns: float
     unpack_tile_ns: float
     unpack_overlaps: bool
     pack_gbps: float

@@ -77,6 +77,11 @@ def add_parser(commands: Any) -> None:
     check.add_argument(
         "--statistic", choices=("median", "least"), default="median", help="of them; least where others use the host"
     )
+    check.add_argument(
+        "--disturbed",
+        action="store_true",
+        help="count what ran while others used the host, too: for hosts that are never left alone",
+    )
     options.add_clock(check)
     options.add_json(parser)
     parser.set_defaults(run=run)
@@ -245,6 +250,7 @@ def _check(args: argparse.Namespace) -> int:
         full=args.full,
         recalibrate=args.calibrate,
         seconds=args.seconds,
+        disturbed=args.disturbed,
     )
     if args.only:
         plan = replace(plan, parts=tuple(args.only))
@@ -264,6 +270,7 @@ def _show_check(document: dict[str, Any]) -> None:
     machine = document["machine"]
     tables.heading(
         f"{machine['cpu']}, {machine['isa']}, {document['threads']} threads; {document['statistic']} of the repetitions"
+        + (", disturbed or not" if document["disturbed"] else "")
     )
     rows = [
         (

@@ -18,6 +18,7 @@ from moesaic.commands.layer_case import LayerShape, parse_routing
 from moesaic.commands.layer_data import make_adapter, make_batch, make_weights
 from moesaic.perf.layer_model import ExpertsShape, LayerModel, Work
 from moesaic.perf.layer_plan import ceil_div
+from moesaic.perf.machine import Machine
 from moesaic.perf.rates import LayerRates
 
 __all__ = [
@@ -263,9 +264,8 @@ class _Repeated(Generic[T]):
         return self.every if statistic is min or not self.undisturbed else self.undisturbed
 
 
-def sentinel(model: LayerModel) -> Callable[[], bool]:
-    """Whether nobody else uses the host that the model describes just now."""
-    machine = model.products.evaluator.machine
+def sentinel(machine: Machine) -> Callable[[], bool]:
+    """Whether nobody else uses the host that is described just now."""
     return lambda: machine.kernels[machine.isa].undisturbed(machine.isa)
 
 

@@ -72,6 +72,7 @@ class CheckPlan:
         recalibrate: fit the rates of the layers anew, even where some are kept.
         parts: which groups: 'gemm', 'layer', 'step'.
         seconds: for the repetitions of a case, until they are undisturbed.
+        disturbed: all repetitions count, whatever others do to the host.
     """
 
     repetitions: int = 7
@@ -80,6 +81,7 @@ class CheckPlan:
     recalibrate: bool = False
     parts: Sequence[str] = ("gemm", "layer", "step")
     seconds: float = MOST_SECONDS
+    disturbed: bool = False
 
 
 def gemm_shapes() -> Sequence[GemmShape]:
@@ -123,13 +125,14 @@ def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callabl
     left_out: dict[str, str] = {}
     rates: LayerRates | None = None
     held: list[MeasuredLayer] = []
+    quiet = (lambda: True) if plan.disturbed else sentinel(machine)
     if "layer" in plan.parts or "step" in plan.parts:
         rates = None if plan.recalibrate else _kept(path)
         cases = list(calibration_cases(machine.l3_bytes)) if rates is None else []
         fitted = len(cases)
         if "layer" in plan.parts:
             cases += layer_cases(full=plan.full)
-        measured = measure_layers(cases, plan.repetitions, plan.statistic, sentinel(start), plan.seconds, progress)
+        measured = measure_layers(cases, plan.repetitions, plan.statistic, quiet, plan.seconds, progress)
         held = measured[fitted:]
         if rates is None:
             rates = fit(start, measured[:fitted])
@@ -138,7 +141,7 @@ def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callabl
             except OSError as error:
                 left_out["keeping the rates"] = str(error)
     if "gemm" in plan.parts:
-        found = _gemms(GemmEvaluator(machine, threads, False), plan, progress)
+        found = _gemms(GemmEvaluator(machine, threads, False), plan, quiet, progress)
         missing = len(gemm_shapes()) - len(found)
         if missing:
             left_out["gemm"] = f"{missing} of {len(gemm_shapes())} shapes: {_DISTURBED}"
@@ -160,6 +163,7 @@ def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callabl
         "machine": {"name": machine.name, "cpu": machine.cpu, "isa": machine.isa, "identity": machine.identity},
         "threads": threads,
         "statistic": "median" if plan.statistic is statistics.median else "least",
+        "disturbed": plan.disturbed,
         "rates": None if rates is None else {name: getattr(rates, name) for name in LayerRates.names()},
         "pairs": [
             {
@@ -209,19 +213,20 @@ def _kept(path: Any) -> LayerRates | None:
         return None
 
 
-def _gemms(evaluator: GemmEvaluator, plan: CheckPlan, progress: Callable[[str], None]) -> list[Pair]:
+def _gemms(
+    evaluator: GemmEvaluator, plan: CheckPlan, quiet: Callable[[], bool], progress: Callable[[str], None]
+) -> list[Pair]:
     """Grouped GEMMs on all threads, weights from memory, in the configuration that the evaluator chooses, while nobody
     else disturbs the host; a shape that was never undisturbed is left out."""
     from moesaic.perf.timing import ShapeTimer
 
-    kernels = evaluator.machine.kernels[evaluator.isa]
     pairs = []
     for shape in gemm_shapes():
         answer = evaluator.evaluate(shape)
         name = f"{answer.configuration.form} {shape.groups} x {shape.m} x {shape.k} x {shape.n} {shape.output}"
         progress(name)
         timer = ShapeTimer(evaluator.isa, shape, evaluator.machine.l3_bytes)
-        (times,) = timer.undisturbed(kernels, [answer.configuration], plan.repetitions, plan.seconds)
+        (times,) = timer.undisturbed(quiet, [answer.configuration], plan.repetitions, plan.seconds)
         if not times:
             continue
         spread = statistics.median(times) / min(times)

@@ -34,6 +34,7 @@ class PerThread:
     cell_ns: float
     again_ns: float
     call_ns: float
+    l2_tile_ns: float
     unpack_tile_ns: float
     pack_gbps: float
     overlap: float
@@ -41,7 +42,7 @@ class PerThread:
 
     def slower(self, factor: float) -> PerThread:
         """The same on a core that takes so many times as long."""
-        ns = ("cell_ns", "again_ns", "call_ns", "unpack_tile_ns")
+        ns = ("cell_ns", "again_ns", "call_ns", "l2_tile_ns", "unpack_tile_ns")
         return dataclasses.replace(
             self,
             step_ns=tuple(tuple(x * factor for x in row) for row in self.step_ns),
@@ -285,6 +286,7 @@ class Machine:
             "cell_ns": per_thread.cell_ns,
             "again_ns": per_thread.again_ns,
             "call_ns": per_thread.call_ns,
+            "l2_tile_ns": per_thread.l2_tile_ns,
             "unpack_tile_ns": per_thread.unpack_tile_ns,
             "unpack_overlaps": kernels.unpack_overlaps,
             "overlap": per_thread.overlap,
@@ -365,7 +367,7 @@ def _read(document: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
             raise ValueError(f"{where}: {name} is {value!r}, expected a positive whole number")
         return value
     if kind == "float":
-        return _number(value, name, where, zero=name in ("cell_ns", "again_ns", "call_ns"))
+        return _number(value, name, where, zero=name in ("cell_ns", "again_ns", "call_ns", "l2_tile_ns"))
     if not isinstance(value, dict) or not value:
         raise ValueError(f"{where}: {name} is {value!r}, expected an object of figures by threads")
     figures = {}

@@ -179,6 +179,7 @@ def _per_thread(row: _core.KernelRow) -> PerThread:
         cell_ns=row["cell_ns"],
         again_ns=row["again_ns"],
         call_ns=row["call_ns"],
+        l2_tile_ns=row["l2_tile_ns"],
         unpack_tile_ns=row["unpack_tile_ns"],
         pack_gbps=row["pack_gbps"],
         overlap=_OVERLAPS[-1],

@@ -9,11 +9,11 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moesaic import _core
 from moesaic.perf.gemm_evaluator import Configuration, GemmEstimate, problem_of
-from moesaic.perf.machine import Kernels, Machine
+from moesaic.perf.machine import Machine
 from moesaic.perf.shapes import GemmShape
 
 FINALISTS = 8
@@ -58,20 +58,20 @@ class ShapeTimer:
         self._random = random.Random(0)
 
     def undisturbed(
-        self, kernels: Kernels, configurations: Sequence[Configuration], count: int, seconds: float
+        self, quiet: Callable[[], bool], configurations: Sequence[Configuration], count: int, seconds: float
     ) -> list[list[float]]:
         """Milliseconds of up to `count` runs of each configuration, in turn, before and after which the host was
-        undisturbed (`Kernels.undisturbed`); fewer, or none, where so many seconds are over first."""
+        `quiet`; fewer, or none, where so many seconds are over first."""
         times: list[list[float]] = [[] for _ in configurations]
         self.measure(configurations, 1)  # first touch of results and scratch memory
         until = time.perf_counter() + seconds
-        before = kernels.undisturbed(self.isa)
+        before = quiet()
         while time.perf_counter() < until and any(len(row) < count for row in times):
             for row, configuration in zip(times, configurations, strict=True):
                 if len(row) >= count:
                     continue
                 found = self.measure([configuration], 1)[0]
-                after = kernels.undisturbed(self.isa)
+                after = quiet()
                 if before and after:
                     row += found
                 before = after
