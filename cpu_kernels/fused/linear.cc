@@ -148,7 +148,8 @@ class LinearRun {
     base_ = scratch.data();
     auto* const sums = reinterpret_cast<float*>(base_ + pool_.num_threads() * worker_bytes_);
     pool_.ParallelFor(plan_.blocks * plan_.splits, [&](std::int64_t i, int worker) {
-      Block(RowsOf(plan_, i / plan_.splits, shape_.rows), i % plan_.splits * plan_.split_columns, worker, apart ? sums : nullptr);
+      Block(RowsOf(plan_, i / plan_.splits, shape_.rows), i % plan_.splits * plan_.split_columns, worker,
+            apart ? sums : nullptr);
     });
     if (!apart) return;
     pool_.ParallelFor(CeilDiv(shape_.rows, kRowsApart), [&](std::int64_t i, int worker) {

@@ -229,8 +229,7 @@ class TaskCounter {
     const auto of_rows = [&](std::int64_t rows, double calls) {
       if (rows == 0) return;
       const std::int64_t row_panels = CeilDiv(rows, kPanelRows);
-      const auto [ns, cells] =
-          p_.form == GemmForm::kDirect ? Cells(panels, row_panels, most) : Cells(row_panels, panels, most);
+      const auto [ns, cells] = p_.form == GemmForm::kDirect ? Cells(panels, row_panels, most) : Cells(row_panels, panels, most);
       cost.cells_ns += calls * (ns * steps + cells * visits_ns);
       if (p_.form == GemmForm::kUnpack) {
         cost.unpack_ns += calls * static_cast<double>(CeilDiv(p_.k, kPanelRows)) *
@@ -340,10 +339,9 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   const bool unpack_first = problem.form == GemmForm::kUnpack && !unit && !cost.few;
   const double overlap = !cost.few ? kernel.overlap : problem.form == GemmForm::kDirect ? kFewDirectOverlap : kFewUnpackOverlap;
   const Overlap beside(overlap);
-  const std::array<double, 4> powers = {beside.Power(cells),
-                                        unit ? 0.0 : beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])),
-                                        beside.Power(supply(MemoryLevel::kL3, machine.gbps[2])),
-                                        unit ? beside.Power(unpack) : 0.0};
+  const std::array<double, 4> powers = {
+      beside.Power(cells), unit ? 0.0 : beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])),
+      beside.Power(supply(MemoryLevel::kL3, machine.gbps[2])), unit ? beside.Power(unpack) : 0.0};
   const double sum = powers[0] + powers[1] + powers[2] + powers[3];
   const double computing = beside.Root(sum);
   double memory_share = 0, unpack_share = 0, computing_share = computing;

@@ -47,7 +47,7 @@ struct MachineModel {
   std::int64_t l3_bytes = 0;                       ///< all of L3
   double job_us = 0;                               ///< a parallel loop that does nothing
   double task_us = 0;                              ///< one more task in it
-  double uneven = 1;                               ///< of equal tasks that all threads begin together, the longest over the mean
+  double uneven = 1;  ///< of equal tasks that all threads begin together, the longest over the mean
   KernelFigures kernel;
 };
 

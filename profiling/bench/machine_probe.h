@@ -54,8 +54,8 @@ class KernelProbe {
   /// @param pool  null: the calling thread alone
   explicit KernelProbe(const KernelTier& tier, threadpool::Pool* pool = nullptr);
 
-  /// Each call that the figures rest on once more, some 0.05 ms each on one thread and 0.4 ms on several, with operands in other
-  /// places.
+  /// Each call that the figures rest on once more, some 0.05 ms each on one thread and 0.4 ms on several, with operands in
+  /// other places.
   void Turn();
   /// From the least time of each call: all of KernelFigures but the rates from memory and `overlap`. After a Turn().
   KernelFigures Figures() const;
@@ -69,8 +69,8 @@ class KernelProbe {
   const KernelTier& tier_;
   threadpool::Pool* const pool_;
   std::vector<double> least_ns_;
-  std::size_t with_long_[2][3] = {}, with_short_[2][3] = {}, some_cells_ = 0, again_ = 0, from_l2_ = 0, one_column_ = 0, more_columns_ = 0,
-              packing_ = 0;
+  std::size_t with_long_[2][3] = {}, with_short_[2][3] = {}, some_cells_ = 0, again_ = 0, from_l2_ = 0, one_column_ = 0,
+              more_columns_ = 0, packing_ = 0;
   std::size_t few_[2][kMostFewRows] = {};
   double packed_bytes_ = 0;
 };
