@@ -335,7 +335,7 @@ def test_bad_number_of_threads() -> None:
     for bad in (0, -1, 5000):
         with pytest.raises(ValueError, match=str(bad)):
             moesaic.set_num_threads(bad)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="n is '2', expected a whole number"):
         moesaic.set_num_threads("2")  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TypedDict
 
 from moesaic import _core
@@ -32,8 +33,13 @@ def set_num_threads(n: int) -> None:
         n: at least 1; may exceed the number of cores. Results are bitwise the same for any number.
 
     Raises:
+        TypeError: `n` is no whole number.
         ValueError: `n` is out of range.
     """
+    try:
+        n = operator.index(n)
+    except TypeError:
+        raise TypeError(f"n is {n!r}, expected a whole number") from None
     _core.set_num_threads(n)
 
 
