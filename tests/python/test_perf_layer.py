@@ -244,7 +244,7 @@ def test_rates_are_found_again() -> None:
         (ExpertsShape(8, 1024, 384, 4, 16), 512, "zipf"),
     ]:
         rows = RoutingLaw.parse(routing).rows(shape.experts, shape.top_k, tokens)
-        of_case = alone(world, shape, rows)
+        of_case = alone(world, shape)
         phases = {}
         for backward in (False, True):
             for group, work in of_case.work(shape, rows, backward=backward).items():
@@ -255,8 +255,8 @@ def test_rates_are_found_again() -> None:
     for name in ("swiglu_forward", "swiglu_backward", "pack"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.03), name
     shape, rows = ExpertsShape(12, 640, 384, 2, 8), RoutingLaw.parse("zipf").rows(12, 2, 333)
-    again = alone(LayerModel(start.products, found), shape, rows)
-    expected = alone(world, shape, rows)
+    again = alone(LayerModel(start.products, found), shape)
+    expected = alone(world, shape)
     assert again.forward(shape, rows).milliseconds == pytest.approx(
         expected.forward(shape, rows).milliseconds, rel=0.02
     )
@@ -308,7 +308,7 @@ def test_an_amx_host_is_predicted(
     shape = ExpertsShape(*sizes)
     evaluator = GemmEvaluator(MACHINE, 16, cache=False)
     rows = RoutingLaw.parse(routing).rows(shape.experts, shape.top_k, tokens)
-    predict = alone(LayerModel(Products(evaluator), LayerRates.of(MACHINE, 16)), shape, rows)
+    predict = alone(LayerModel(Products(evaluator), LayerRates.of(MACHINE, 16)), shape)
     assert predict.forward(shape, rows).milliseconds == pytest.approx(forward_ms, rel=0.15)
     assert predict.backward(shape, rows).milliseconds == pytest.approx(backward_ms, rel=0.15)
 

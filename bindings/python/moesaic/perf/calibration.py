@@ -277,7 +277,7 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
     times = []
     for one in measured:
         for backward in (False, True):
-            of_case = alone(model, one.case.shape, one.rows)
+            of_case = alone(model, one.case.shape)
             for group, work in of_case.work(one.case.shape, one.rows, backward=backward).items():
                 if one.phases[group] > 0:
                     amounts.append(work)
@@ -296,7 +296,7 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
     )
     over = []
     for one in measured:
-        without = alone(LayerModel(model.products, rates), one.case.shape, one.rows)
+        without = alone(LayerModel(model.products, rates), one.case.shape)
         for predict, ms in ((without.forward, one.forward_ms), (without.backward, one.backward_ms)):
             predicted = predict(one.case.shape, one.rows)
             # What no thread is busy with, of both: apart from what their phases differ by.
@@ -305,10 +305,9 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
     return replace(rates, call=max(statistics.median(over), 0.0) * 1e3)
 
 
-def alone(model: LayerModel, shape: ExpertsShape, rows: Sequence[int]) -> LayerModel:
-    """The model where nothing but calls of this layer with these rows of each expert follow each other."""
-    hit = sum(1 for count in rows if count > 0) / shape.experts
-    return LayerModel(model.products.with_resident(hit * shape.weight_bytes), model.rates)
+def alone(model: LayerModel, shape: ExpertsShape) -> LayerModel:
+    """The model where nothing but calls of this layer follow each other."""
+    return LayerModel(model.products.with_resident(shape.weight_bytes), model.rates)
 
 
 def _non_negative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:

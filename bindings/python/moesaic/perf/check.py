@@ -237,7 +237,7 @@ def _gemms(
 def _layer(model: LayerModel, measured: MeasuredLayer) -> list[Pair]:
     """Forward and backward of a layer."""
     case = measured.case
-    of_case = alone(model, case.shape, measured.rows)
+    of_case = alone(model, case.shape)
     forward = of_case.forward(case.shape, measured.rows).milliseconds
     backward = of_case.backward(case.shape, measured.rows).milliseconds
     return [
