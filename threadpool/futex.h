@@ -39,7 +39,7 @@ class Spin {
  public:
   static constexpr std::chrono::microseconds kLimit{50};
   /// Inside of a job, which is not over before all who sleep have been woken: 16 of them took 100 to 200 us. (16 threads of a
-  /// virtual machine, 50 us and 1 ms in turn: calls of 0.4 to 3 ms a tenth faster with 1 ms, none slower; 4 ms no better.)
+  /// virtual machine, 50 us and 1 ms in turn: most calls of 0.4 to 3 ms faster with 1 ms, by up to a sixth; 4 ms no better.)
   static constexpr std::chrono::microseconds kLimitInJob{1000};
 
   /// @param yield  give the core away between looks: there are more threads than cores

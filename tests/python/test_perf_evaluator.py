@@ -156,17 +156,23 @@ def test_this_host_is_measured_once(tmp_path, monkeypatch, here):
     assert Machine.here() == here and len(calls) == 2
 
 
-def test_measured_figures_make_sense(monkeypatch):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_measured_figures_make_sense(monkeypatch, threads):
     monkeypatch.setattr(measure, "_far", lambda l3: 16 << 20)  # quick; whether that is far does not matter here
     monkeypatch.setattr(measure, "_ROUNDS", 2)
     monkeypatch.setattr(measure, "_KERNEL_TURNS", 2)
-    moesaic.set_num_threads(1)
+    moesaic.set_num_threads(threads)
     machine = Machine.measure()
-    assert machine.source == "measured" and machine.isa == moesaic.isa() and machine.threads == 1
+    assert machine.source == "measured" and machine.isa == moesaic.isa() and machine.threads == threads
     assert machine.l1_ns <= machine.l2_ns <= machine.l3_ns <= machine.dram_ns
     assert machine.l1_gbps[1] >= machine.l2_gbps[1] >= machine.l3_gbps[1] >= machine.dram_gbps[1] > 0
     kernels = machine.kernels[machine.isa]
     assert kernels.direct_gbps[1] <= machine.dram_gbps[1] and 1 <= kernels.per_thread[1].overlap <= 3
+    # Of one thread, and of all at the same time.
+    assert set(kernels.per_thread) == set(machine.uneven) == {1, threads}
+    assert machine.uneven[1] == 1 <= machine.uneven[threads]
+    for each in kernels.per_thread.values():
+        assert min(min(row) for row in each.step_ns) > 0 and each.again_ns >= each.cell_ns >= 0 and each.l2_tile_ns >= 0
     assert Machine.from_json(machine.to_json()) == machine
 
 

@@ -191,6 +191,10 @@ def test_check_compares_what_it_runs(
     assert main(["predict", "--check", "--json", "--reps", "2", "--only", "gemm", "--seconds", "1"]) == 1
     nothing = json.loads(capsys.readouterr().out)
     assert nothing["pairs"] == [] and nothing["left_out"]["gemm"].startswith("2 of 2 shapes")
+    # Where nobody is ever left alone, all of it counts.
+    main(["predict", "--check", "--json", "--reps", "2", "--only", "gemm", "--seconds", "1", "--disturbed"])
+    everything = json.loads(capsys.readouterr().out)
+    assert len(everything["pairs"]) == 2 and everything["left_out"] == {} and everything["disturbed"]
     # But of layers the least of many disturbed runs is taken where the least is asked for.
     layers = [replace(one, undisturbed=False) for one in calibration.measure_layers(small, 1)]
     monkeypatch.setattr(check, "measure_layers", lambda *arguments: layers)

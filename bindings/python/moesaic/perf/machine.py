@@ -24,7 +24,8 @@ ByThreads = Mapping[int, float]
 
 @dataclasses.dataclass(frozen=True)
 class PerThread:
-    """What kernels take of one thread while some number of threads do the same, but for weights from memory."""
+    """What kernels take of one thread while some number of threads do the same, but for weights from memory; see
+    ``KernelFigures`` in ``cpu_kernels/tile_evaluator/machine_model.h``."""
 
     step_ns: tuple[tuple[float, ...], ...]
     """One step (32 of the contraction) of a cell of i + 1 left by j + 1 right panels, operands in L1."""
