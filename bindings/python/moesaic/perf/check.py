@@ -216,8 +216,8 @@ def _kept(path: Any) -> LayerRates | None:
 def _gemms(
     evaluator: GemmEvaluator, plan: CheckPlan, quiet: Callable[[], bool], progress: Callable[[str], None]
 ) -> list[Pair]:
-    """Grouped GEMMs on all threads, weights from memory, in the configuration that the evaluator chooses, while the host
-    is quiet; a shape for which it never was is left out."""
+    """Grouped GEMMs on all threads, weights from memory, in the configuration that the evaluator chooses, while the
+    host is quiet; a shape for which it never was is left out."""
     from moesaic.perf.timing import ShapeTimer
 
     pairs = []
