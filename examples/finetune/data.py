@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ statistics string struct subprocess symtable sys tarfile tempfile textwrap threa
 traceback types typing unittest unittest.mock urllib.parse urllib.request uuid warnings wave weakref webbrowser
 xml.dom.minidom xml.etree.ElementTree zipfile zlib
 """
+
+#: The lines of tables, rulers and padding: the same token again and again. What a model says of one of them it says of
+#: a hundred, and so the loss of a whole batch hangs on a single guess, on which two equally good runs may differ.
+_TABLE_LINE = re.compile(r"^ *(\+[-=+]+\+|\|.*\|) *\n?", re.MULTILINE)
+_RULER = re.compile(r"([^\w\s]| )\1{8,}")
 
 QUESTION, ANSWER = "Question: ", "\nAnswer: "
 
@@ -66,8 +72,13 @@ def _docstrings() -> list[tuple[str, str]]:
 
 
 def _first_paragraphs(value: Any, limit: int = 400) -> str:
-    text = inspect.getdoc(value) or ""
+    text = _plain(inspect.getdoc(value) or "")
     return text[:limit].rsplit("\n\n", 1)[0].strip() if len(text) > limit else text.strip()
+
+
+def _plain(text: str) -> str:
+    """The text without tables, and with no character but letters and digits more than eight times in a row."""
+    return _RULER.sub(lambda run: run[1] * 8, _TABLE_LINE.sub("", text))
 
 
 def _language_reference(limit: int = 800) -> list[tuple[str, str]]:
@@ -75,7 +86,7 @@ def _language_reference(limit: int = 800) -> list[tuple[str, str]]:
 
     pairs = []
     for topic, text in sorted(topics.items()):
-        paragraphs, answer = text.split("\n\n"), ""
+        paragraphs, answer = _plain(text).split("\n\n"), ""
         for paragraph in paragraphs:
             answer = f"{answer}\n\n{paragraph.strip()}".strip()
             if len(answer) >= limit:
