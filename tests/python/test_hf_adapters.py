@@ -13,7 +13,18 @@ import pytest
 import torch
 
 import moesaic.hf
-from hf_models import LOGITS, assert_same_training, blocks, build, distance, gradients, logits, pair, tokens
+from hf_models import (
+    LOGITS,
+    assert_same_training,
+    blocks,
+    build,
+    distance,
+    gradients,
+    logits,
+    needs_peft_20,
+    pair,
+    tokens,
+)
 
 peft = pytest.importorskip("peft")
 
@@ -65,6 +76,18 @@ def test_trains_as_stock(options: dict[str, Any]) -> None:
     assert distance(logits(engine), without_adapters(engine)) > 10 * LOGITS
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_or_columns_of_a_weight_as_inputs(transposed: bool) -> None:
+    """By what the block says when PEFT makes its adapters; PEFT 0.19.0 and later versions understand the opposite."""
+    models = pair()
+    for block in (*blocks(models[0]), *blocks(models[1])):
+        block.is_transposed = transposed
+    engine, stock = (adapted(model, config()) for model in models)
+    for block in (*blocks(engine), *blocks(stock)):
+        block.is_transposed = False
+    assert_same_training(engine, stock)
+
+
 @pytest.mark.parametrize("parameters", EXPERTS)
 def test_one_projection_only(parameters: str) -> None:
     assert_same_training(*adapted_pair(config(parameters)))
@@ -84,6 +107,7 @@ def test_classic_targets_per_expert() -> None:
     assert_same_training(engine, stock)
 
 
+@needs_peft_20
 def test_several_active_adapters_add_up() -> None:
     engine, stock = adapted_pair(config(), config(r=6, lora_alpha=3))
     for name in ("default", "extra0"):
@@ -242,6 +266,7 @@ def test_modules_to_save_is_refused(order: str) -> None:
     assert distance(logits(model), logits(build())) < LOGITS
 
 
+@needs_peft_20
 def test_adapter_goes_into_the_stock_model(tmp_path: Path) -> None:
     engine, _ = adapted_pair(config(target_modules=["q_proj"]))
     engine.save_pretrained(str(tmp_path))

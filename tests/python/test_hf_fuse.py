@@ -24,6 +24,7 @@ from transformers import (
     ViTConfig,
     ViTModel,
 )
+from transformers.models.vit import modeling_vit
 
 import moesaic.hf
 
@@ -78,10 +79,17 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.detach().double() - expected.detach().double()).norm() / expected.detach().double().norm())
 
 
+#: Before transformers 5.10 an FFN was two modules; the second adds a residual, and only its linear is replaced.
+VIT = (
+    {"gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 5}
+    if hasattr(modeling_vit, "ViTIntermediate")
+    else {"gemm_bias_gelu, gemm_bias": 2, "gemm_bias": 8, "layernorm": 5}
+)
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "bert": (bert, {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1}),
     "roberta": (roberta, {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1}),
-    "vit": (vit, {"gemm_bias_gelu, gemm_bias": 2, "gemm_bias": 8, "layernorm": 5}),
+    "vit": (vit, VIT),
     "qwen3_moe": (qwen3_moe, {"gemm, silu_mul, gemm": 1, "gemm_bias": 8, "rmsnorm": 9}),
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moesaic.hf
-from hf_models import VOCABULARY, build, distance, each_storage, logits
+from hf_models import VOCABULARY, build, distance, each_storage, logits, needs_peft_20
 
 peft = pytest.importorskip("peft")
 
@@ -109,6 +109,7 @@ def losses_of(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@needs_peft_20
 def test_sft_trainer_with_checkpointing_and_resume(tmp_path: Path) -> None:
     expected = sft_trainer(adapted(build(num_hidden_layers=2)), tmp_path / "stock")
     expected.train()
@@ -152,6 +153,7 @@ def test_sft_trainer_wraps_the_model_itself(tmp_path: Path) -> None:
     assert all(norm > 0 for norm in changed.values())
 
 
+@needs_peft_20
 def test_training_changes_what_is_computed_and_saved(tmp_path: Path) -> None:
     engine = build()
     moesaic.hf.prepare(engine, progress=False)

@@ -62,8 +62,13 @@ class _Activated:
 
 def _pair(wrapper: Any, adapter: str) -> LoraPair:
     """PEFT's own parameters: gradients reach them without a view between, in their shapes and strides."""
-    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    return LoraPair(a, b, wrapper.scaling[adapter], wrapper.num_experts)
+    a, b, experts = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts
+    scaling = wrapper.scaling[adapter]
+    if wrapper._did_swap_in_out_features:
+        return LoraPair(a, b, scaling, experts)
+    # PEFT 0.19.0 takes the rows of a weight [E, out, in] for its inputs: what it adds is (b a)^T = a^T b^T.
+    rows, columns = a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts)
+    return LoraPair(columns.permute(2, 1, 0), rows.transpose(1, 2), scaling)
 
 
 def install() -> bool:
