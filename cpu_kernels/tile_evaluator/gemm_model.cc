@@ -55,7 +55,9 @@ constexpr double kAllFound = 0.5, kNoneFound = 1.75;
 /// Of weights' way from memory and their unpacking before the products: prefetches are spread over the unpacking evenly.
 constexpr double kUnpackOverlap = 2;
 
-/// Of the forms for few rows, direct and unpack, whose prefetches are spread evenly; of the direct form without any: 1.
+/// Of the forms for few rows, direct and unpack, whose prefetches are spread evenly; without any: 1, and in the unpack form,
+/// whose tiles of a column lie apart, each tile waits a latency. (6 x 768 x 2,048, 12 x 2,048 x 768, unpack: 304 and 473 us in
+/// calls of 256 columns, of whose first 32 that holds, 258 and 412 in one call.)
 /// (AVX-512, 4 and 8 rows, direct: 43 and 84 ns a tile in L2, 90 and 121 from a memory that gives one in 70; unpack, 3 and 8
 /// rows: 36 and 79, 77 and 107; direct without prefetching, 2 rows: 24, 107.)
 constexpr double kFewDirectOverlap = 1.5, kFewUnpackOverlap = 2;
@@ -84,11 +86,12 @@ struct TaskCost {
   double cells_ns = 0;
   double calls_ns = 0;
   double unpack_ns = 0;
-  double round_ns = 0;                        ///< sums that are rounded: what their stores are waited for
-  bool few = false;                           ///< by the forms for few rows
-  double unfetched = 0;                       ///< share of the weights that nothing prefetches
-  bool once = false;                          ///< on a matrix unit each weight is met once, and nothing is prefetched
-  double lost_ns = 0;                         ///< waiting for weights that were prefetched too early
+  double round_ns = 0;         ///< sums that are rounded: what their stores are waited for
+  bool few = false;            ///< by the forms for few rows
+  double unfetched = 0;        ///< share of the weights that nothing prefetches
+  bool once = false;           ///< on a matrix unit each weight is met once, and nothing is prefetched
+  double tile_latency_ns = 0;  ///< a latency for each tile of weights from memory, by the unpack form for few rows
+  double lost_ns = 0;          ///< waiting for weights that were prefetched too early
   std::array<double, kMemoryLevels> bytes{};  ///< read or written beyond the caches below that level
 };
 
@@ -160,6 +163,7 @@ class TaskCounter {
       const double lines = Product(task.columns, p_.k, p_.weight_bytes) / 64;
       const double fetched = cost.few ? 1.0 : 1 - cost.unfetched;
       cost.lost_ns = fetched * lines * std::min(share, 1.0) * m_.latency_ns[3] / kLostAtATime;
+      if (cost.few) cost.tile_latency_ns = lines / kPanelRows * m_.latency_ns[3];
     }
 
     // Loops over calls: how often each operand is read anew, and what is read in between.
@@ -350,10 +354,9 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
     memory_share = way.second;
     unpack_share = way.first;
   } else {
-    const Together whole(computing, memory, beside,
-                         Overlap(cost.few && problem.form == GemmForm::kDirect ? 1.0 : std::min(overlap, kNotPrefetched)),
+    const Together whole(computing, memory, beside, Overlap(cost.few ? 1.0 : std::min(overlap, kNotPrefetched)),
                          cost.unfetched);
-    memory_share = whole.second;
+    memory_share = whole.second + cost.unfetched * std::max(cost.tile_latency_ns * kNsToMs - memory, 0.0);
     computing_share = whole.first;
   }
   TaskTime time;
