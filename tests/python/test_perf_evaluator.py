@@ -173,7 +173,19 @@ def test_measured_figures_make_sense(monkeypatch, threads):
     assert machine.uneven[1] == 1 <= machine.uneven[threads]
     for each in kernels.per_thread.values():
         assert min(min(row) for row in each.step_ns) > 0 and each.again_ns >= each.cell_ns >= 0 and each.l2_tile_ns >= 0
+    alone, together = kernels.per_thread[1], kernels.per_thread[threads]
+    assert alone.no_slower_than(together) == alone
     assert Machine.from_json(machine.to_json()) == machine
+
+
+def test_the_better_of_two_figures():
+    one = Machine.named("zen5-2c").kernels["avx512_bf16"].per_thread[1]
+    few = dataclasses.replace(one, few_tile_ns=((5.0, 6.0), (7.0, 8.0)))
+    slower = dataclasses.replace(few.slower(2.0), overlap=1.0)
+    assert few.no_slower_than(slower) == few
+    assert slower.no_slower_than(few) == dataclasses.replace(few, overlap=1.0)
+    mixed = dataclasses.replace(few, cell_ns=few.cell_ns + 1, pack_gbps=2 * few.pack_gbps)
+    assert few.no_slower_than(mixed) == dataclasses.replace(few, pack_gbps=mixed.pack_gbps)
 
 
 def test_the_rate_of_weights_makes_the_model_say_what_was_measured():

@@ -22,6 +22,9 @@ ByThreads = Mapping[int, float]
 """A figure for some numbers of threads, all threads together; between them it is interpolated."""
 
 
+_NANOSECONDS = ("cell_ns", "again_ns", "call_ns", "l2_tile_ns", "unpack_tile_ns")
+
+
 @dataclasses.dataclass(frozen=True)
 class PerThread:
     """What kernels take of one thread while some number of threads do the same, but for weights from memory; see
@@ -43,13 +46,28 @@ class PerThread:
 
     def slower(self, factor: float) -> PerThread:
         """The same on a core that takes so many times as long."""
-        ns = ("cell_ns", "again_ns", "call_ns", "l2_tile_ns", "unpack_tile_ns")
         return dataclasses.replace(
             self,
             step_ns=tuple(tuple(x * factor for x in row) for row in self.step_ns),
             few_tile_ns=tuple(tuple(x * factor for x in row) for row in self.few_tile_ns),
             pack_gbps=self.pack_gbps / factor,
-            **{name: getattr(self, name) * factor for name in ns},
+            **{name: getattr(self, name) * factor for name in _NANOSECONDS},
+        )
+
+    def no_slower_than(self, other: PerThread) -> PerThread:
+        """Of each figure but `overlap` the better one."""
+
+        def least(
+            some: tuple[tuple[float, ...], ...], others: tuple[tuple[float, ...], ...]
+        ) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(map(min, *rows)) for rows in zip(some, others, strict=True))
+
+        return dataclasses.replace(
+            self,
+            step_ns=least(self.step_ns, other.step_ns),
+            few_tile_ns=least(self.few_tile_ns, other.few_tile_ns),
+            pack_gbps=max(self.pack_gbps, other.pack_gbps),
+            **{name: min(getattr(self, name), getattr(other, name)) for name in _NANOSECONDS},
         )
 
 

@@ -131,6 +131,8 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
         per_thread = {1: _per_thread(row)}
         if tier in together:
             per_thread[host.threads] = _per_thread(together[tier].figures())
+            # A thread alone is no slower than one of many: what its turns missed because of others, those may have met.
+            per_thread[1] = per_thread[1].no_slower_than(per_thread[host.threads])
         kernels[tier] = Kernels(
             left_panels=row["left_panels"],
             right_panels=row["right_panels"],
