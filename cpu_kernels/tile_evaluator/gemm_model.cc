@@ -163,7 +163,7 @@ class TaskCounter {
       const double lines = Product(task.columns, p_.k, p_.weight_bytes) / 64;
       const double fetched = cost.few ? 1.0 : 1 - cost.unfetched;
       cost.lost_ns = fetched * lines * std::min(share, 1.0) * m_.latency_ns[3] / kLostAtATime;
-      if (cost.few) cost.tile_latency_ns = lines / kPanelRows * m_.latency_ns[3];
+      if (cost.few) cost.tile_latency_ns = Product(task.columns, p_.k, m_.latency_ns[3]) / kTileElements;
     }
 
     // Loops over calls: how often each operand is read anew, and what is read in between.

@@ -61,7 +61,8 @@ class _Activated:
 
 
 def _pair(wrapper: Any, adapter: str) -> LoraPair:
-    """PEFT's own parameters: gradients reach them without a view between, in their shapes and strides."""
+    """PEFT's own parameters: gradients reach them without a view between (but with PEFT 0.19.0), in their shapes and
+    strides."""
     a, b, experts = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts
     scaling = wrapper.scaling[adapter]
     if wrapper._did_swap_in_out_features:
