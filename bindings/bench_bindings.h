@@ -5,7 +5,7 @@
 
 namespace moesaic::bindings {
 
-/// Adds topology, compute_probes, measure_compute, ReadProbe and last_level_cache_bytes to the module.
+/// Adds the topology and the probes; python/moesaic/_core.pyi describes them.
 void RegisterBench(pybind11::module_& module);
 
 }  // namespace moesaic::bindings

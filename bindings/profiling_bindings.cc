@@ -221,7 +221,6 @@ void BindProfiling(py::module_& module) {
   module.def("mute_nvtx", &profiling::nvtx::Mute, py::arg("muted"));
   module.def("start_trace", &profiling::StartTrace, py::arg("capacity") = profiling::kDefaultTraceCapacity);
   module.def("stop_trace", &profiling::StopTrace);
-  module.def("trace_enabled", &profiling::TraceEnabled);
   module.def("read_trace", [] { return ToList(profiling::ReadTrace()); });
   module.def("clock_ns", &profiling::Now);
   module.def("count_thread_time", &profiling::CountThreadTime, py::arg("on"));

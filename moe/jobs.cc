@@ -8,7 +8,7 @@
 
 namespace moesaic::moe {
 
-std::int64_t BuildRouting(const LayerConfig& config, const TensorView& ids, std::int32_t* routing) {
+void BuildRouting(const LayerConfig& config, const TensorView& ids, std::int32_t* routing) {
   const std::int64_t experts = config.num_experts, tokens = ids.shape[0], top_k = ids.shape[1];
   std::int32_t* offsets = routing;
   std::int32_t* slots = routing + experts + 1;
@@ -27,7 +27,6 @@ std::int64_t BuildRouting(const LayerConfig& config, const TensorView& ids, std:
       if (id >= 0 && id < experts) slots[next[id]++] = static_cast<std::int32_t>(t * top_k + j);
     }
   }
-  return offsets[experts];
 }
 
 std::vector<Job> BuildJobs(const LayerConfig& config, std::span<const Shard> shards, const std::int32_t* routing) {

@@ -22,9 +22,8 @@ struct Job {
   bool last;              ///< of its expert
 };
 
-/// Writes the routing: offsets[E + 1], then the slots grouped by expert; returns the number of slots that are not skipped.
-/// ids are validated.
-std::int64_t BuildRouting(const LayerConfig& config, const TensorView& ids, std::int32_t* routing);
+/// Writes the routing: offsets[E + 1], then the slots grouped by expert, without those that are skipped. ids are validated.
+void BuildRouting(const LayerConfig& config, const TensorView& ids, std::int32_t* routing);
 
 /// Jobs in ascending order of experts, then of rows, then of shards. An expert's rows are dealt evenly: a short last chunk
 /// would read the weights again for little work.

@@ -18,7 +18,7 @@ constexpr std::array<PhaseInfo, kNumPhases> kTable = {{
      "X, ids, w, W, A, B", "out, G, U, U_g, U_u, V", ""},
     {P::kRouting, P::kForward, "routing", "",
      "rows_e = slots (t, j) with ids[t, j] = e, in the order of the batch",
-     "ids", "routing", "tokens"},
+     "ids", "routing", ""},
     {P::kAllocate, P::kForward, "allocate", "",
      "bind scratch memory",
      "routing", "", ""},

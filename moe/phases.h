@@ -4,6 +4,9 @@
 //
 //   PhaseRange range(Phase::kD3Gemm);
 //
+// Five are part of others and have no range of their own: pack_intermediate of activation and pack_dG of A1, which write tiles,
+// and up's dX_lora and dA of gate's.
+//
 // Symbols are those of layer.h: T tokens, k slots a token, E experts, T_e rows of expert e; X_e = X[rows_e], D_e = dO[rows_e]
 // (unweighted), w the routing weight of a row, s the scale of an adapter.
 #pragma once

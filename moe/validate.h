@@ -17,7 +17,7 @@ void ValidateConfig(const LayerConfig& config);
 /// gate_up_proj [E, 2I, H], down_proj [E, H, I]; bf16, fp16 or fp32, any strides.
 void ValidateWeights(const LayerConfig& config, const TensorView& gate_up, const TensorView& down);
 
-/// As ValidateWeights, for views that are written: no two elements may share memory through a stride of zero.
+/// As ValidateWeights, for views that are written: no two elements may share memory.
 void ValidateUnpack(const LayerConfig& config, const TensorView& gate_up, const TensorView& down);
 
 /// T >= 0, k >= 1; T * k slots must fit 32 bits. In each pair of `lora` both a and b are there, with the same r >= 1.

@@ -92,10 +92,9 @@ def test_table_archive_and_diff(
     assert "attention output 770" in out and "compile: torch.compile failed: no compiler" in out
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.endswith("_fused")
-    assert json.loads((folder / "bench.json").read_text())["schema"] == 1
+    assert json.loads((folder / "result.json").read_text())["schema"] == 1
     assert "attention output 770" in (folder / "table.txt").read_text()
-    run = str(folder / "run.json")
-    assert cli.main(["profile", "diff", run, run]) == 0
+    assert cli.main(["profile", "diff", str(folder), str(folder)]) == 0
     assert "gemm" in capsys.readouterr().out
 
 

@@ -295,6 +295,13 @@ def test_bad_input() -> None:
         (TypeError, "lora holds a int", lambda: PackedLinear(torch.zeros(3, 4), None, [1])),  # type: ignore[list-item]
         (
             ValueError,
+            "lora has experts = 2",
+            lambda: PackedLinear(
+                torch.zeros(3, 4), None, moesaic.LoraPair(torch.zeros(4, 4), torch.zeros(3, 4), 1.0, experts=2)
+            ),
+        ),
+        (
+            ValueError,
             "lora has a",
             lambda: PackedLinear(torch.zeros(3, 4), None, moesaic.LoraPair(torch.zeros(2, 5), torch.zeros(3, 2), 1.0)),
         ),

@@ -162,6 +162,9 @@ def test_meta_weights_refused() -> None:
 def test_model_without_experts_refused() -> None:
     with pytest.raises(ValueError, match="no experts block"):
         moesaic.hf.prepare(nn.Sequential(nn.Linear(2, 2)))
+    for function in (moesaic.hf.prepare, moesaic.hf.restore, moesaic.hf.fuse, moesaic.hf.unfuse):
+        with pytest.raises(TypeError, match="model is a str"):
+            function("Qwen/Qwen3-30B-A3B")  # type: ignore[operator]
 
 
 def test_weights_that_would_need_a_gradient() -> None:

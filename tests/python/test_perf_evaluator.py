@@ -308,6 +308,16 @@ def test_routings_are_checked():
     for bad in ("even", "zipf:x", "zipf:-1", "concentrated:1", "uniform:2"):
         with pytest.raises(ValueError, match="routing"):
             perf.expert_rows(10, 2, 8, bad)
+    for tokens, top_k, name in ((4, 9, "top_k is 9"), (4, 0, "top_k is 0"), (-1, 2, "tokens is -1")):
+        with pytest.raises(ValueError, match=name):
+            perf.expert_rows(tokens, top_k, 8)
+
+
+def test_shapes_are_checked():
+    with pytest.raises(ValueError, match="lora_rank is -64"):
+        perf.generate_transformer_gemm_shapes(DEEPSEEK_V3, lora_rank=-64)
+    listed = GemmShape(groups=2, m=3, k=64, n=64, rows=[3, 2])
+    assert hash(listed) == hash(GemmShape(groups=2, m=3, k=64, n=64, rows=(3, 2)))
 
 
 @pytest.mark.parametrize(

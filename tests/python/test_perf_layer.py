@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,6 +230,18 @@ def test_bad_routing_is_named(text: str, message: str) -> None:
         RoutingLaw.parse(text)
 
 
+def test_bad_laws_and_layers_are_named() -> None:
+    with pytest.raises(ValueError, match="kind is 'zipff'"):
+        RoutingLaw("zipff")
+    with pytest.raises(ValueError, match="exponent is -1"):
+        RoutingLaw("zipf", exponent=-1.0)
+    for law in (RoutingLaw(), RoutingLaw("zipf")):
+        with pytest.raises(ValueError, match=r"top_k is 8; expected at most 4 \(experts\)"):
+            law.rows(4, 8, 10)
+    with pytest.raises(ValueError, match="rows holds -1"):
+        model().forward(ExpertsShape(4, 64, 64, 2), (3, -1, 2, 4))
+
+
 def test_rates_are_found_again() -> None:
     """Times made from known rates, by the model itself: the fit must come back to them."""
     truth = replace(
@@ -272,6 +285,10 @@ def test_rates_are_kept(tmp_path: Path) -> None:
     assert LayerRates.load(path) == rates
     path.write_text(path.read_text().replace('"rank"', '"rang"'))
     with pytest.raises(ValueError, match=r"rates\.rank is missing"):
+        LayerRates.load(path)
+    rates.save(path)
+    path.write_text(re.sub(r'("rank": )[^,}]+', r"\1null", path.read_text()))
+    with pytest.raises(ValueError, match=r"rates\.json: rates\.rank is None"):
         LayerRates.load(path)
     path.write_text("{")
     with pytest.raises(ValueError, match="not a file of layer rates"):

@@ -121,7 +121,8 @@ def test_one_product(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", ""], "model is ''"),
         (["--phase", "decode", "--decode-tokens", "0"], "decode_tokens is 0"),
         (["--linear", "4096"], "argument --model"),
-        (["--check"], "argument --machine: 'emr-16c'"),
+        (["--check"], "argument --model: not with --check"),
+        (["--calibrate"], "argument --model: not with --check or --calibrate"),
     ],
 )
 def test_bad_arguments_are_named(
@@ -130,6 +131,19 @@ def test_bad_arguments_are_named(
     assert predict(config, *options) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_the_check_is_of_this_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--check", "--machine", "emr-16c"]) == 2
+    assert "argument --machine: 'emr-16c'" in capsys.readouterr().err
+
+
+def test_links_without_a_latency_take_that_of_the_help(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = []
+    for link in ("48", "48,2", "48,5"):
+        assert predict(config, "--devices", "4", "--intra", link, "--json") == 0
+        times.append(json.loads(capsys.readouterr().out)["milliseconds"])
+    assert times[0] == times[1] < times[2]
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,7 @@ def test_sampled_decoding_is_reproducible_and_ends():
         ({"strategy": "best"}, ValueError, "strategy is 'best'"),
         ({"threshold": 2.0}, ValueError, "threshold is 2.0"),
         ({"strategy": "entropy", "threshold": 0.5}, ValueError, "threshold"),
+        ({"options": Options(repetition_penalty=1.2)}, ValueError, "options has penalties"),
     ],
 )
 def test_wrong_arguments(arguments, error, text):

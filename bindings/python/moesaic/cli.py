@@ -72,6 +72,11 @@ def _run(argv: Sequence[str] | None) -> int:
     except CommandError as error:
         print(f"moesaic: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a file that cannot be read or written
+        print(f"moesaic: {f'{error.filename}: {error.strerror}' if error.filename else error}", file=sys.stderr)
+        return 1
     except MemoryError as error:
         print(f"moesaic: not enough memory: {error or 'an allocation failed'}", file=sys.stderr)
         return 1

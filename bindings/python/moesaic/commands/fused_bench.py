@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -219,20 +217,16 @@ def _archive(folder: Path, document: dict[str, Any], cases: Sequence[Case]) -> P
     import io
 
     import moesaic
+    from moesaic.profiles.archive import write_archive
 
-    run_folder = folder / f"{datetime.datetime.now():%Y%m%d_%H%M%S}_fused"
-    run_folder.mkdir(parents=True)
-    (run_folder / "bench.json").write_text(json.dumps(document, indent=2) + "\n")
     table = io.StringIO()
     with contextlib.redirect_stdout(table):
         _show(document)
-    (run_folder / "table.txt").write_text(table.getvalue())
     engines = [case.inputs().engine for case in cases]
     with moesaic.profile() as p:
         for engine in engines:
             engine()
-    p.save(str(run_folder / "run.json"))
-    return run_folder
+    return write_archive(folder, "fused", document, p.document(), table.getvalue())
 
 
 def _show(document: dict[str, Any]) -> None:

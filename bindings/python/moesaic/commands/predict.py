@@ -94,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
         UsageError: an argument or a field of a file makes no sense; one line that names it.
         CommandError: a file cannot be read or written.
     """
-    if args.check or (args.calibrate and not args.model):
+    if args.check or args.calibrate:
+        if args.model is not None or args.linear is not None:
+            option = "--model" if args.model is not None else "--linear"
+            raise UsageError(f"argument {option}: not with --check or --calibrate, which run layers of their own")
         return _check(args)
     if (args.model is None) == (args.linear is None):
         raise UsageError("argument --model: expected a config.json (or --linear, or --check)")
@@ -117,7 +120,8 @@ def _topology(args: argparse.Namespace) -> Topology:
             numbers = []
         if not 1 <= len(numbers) <= 4 or (len(numbers) > 2 and not numbers[2].is_integer()):
             raise UsageError(f"argument --{name}: '{getattr(args, name)}' is not GBPS[,US[,LINKS[,CONTENTION]]]")
-        bandwidth, latency, links, contention = (*numbers, *(0.0, 5.0, 1.0, 1.0)[len(numbers) :])
+        default = (0.0, 2.0 if name == "intra" else 5.0, 1.0, 1.0)
+        bandwidth, latency, links, contention = (*numbers, *default[len(numbers) :])
         return Link(bandwidth, latency, int(links), contention)
 
     return Topology(args.nodes, args.devices, args.topology, link("intra"), link("inter"))

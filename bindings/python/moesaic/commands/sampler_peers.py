@@ -10,8 +10,6 @@ import torch
 Setting = Mapping[str, Any]
 Call = Callable[[torch.Tensor], object]
 
-PEERS = ("torch", "torch_compile", "numpy")
-
 
 class UnavailableError(Exception):
     """A peer that cannot run here, with the reason."""

@@ -79,8 +79,6 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
         TypeError: `model` is no module.
         MemoryError: memory cannot be had; what was replaced so far stays so, `unfuse` undoes it.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     unfuse(model)
     replaced: list[FusedModule] = []
     kept: list[KeptModule] = []
@@ -103,7 +101,9 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
 
 
 def unfuse(model: nn.Module) -> int:
-    """Undoes `fuse`; returns how many modules it gave their own forward back."""
+    """Undoes `fuse`; returns how many modules it gave their own forward back. TypeError: `model` is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     count = 0
     for module in model.modules():
         if isinstance(module.__dict__.get("forward"), Operator):

@@ -83,11 +83,13 @@ def prepare(
         progress: show a bar; None: if standard error is a terminal and `rich` is there.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: there is no experts block, or the engine cannot serve one of them, or PEFT is to train one in full
             (``modules_to_save``); every such block is named with the reason. Base weights that require a gradient
             without PEFT are accepted for inference; a forward with gradients enabled refuses them.
         MemoryError: memory cannot be had; blocks packed so far stay packed, and a further call goes on from there.
     """
+    _require_module(model)
     blocks = list(find_blocks(model))
     if not blocks:
         raise ValueError(f"model ({type(model).__name__}) has no experts block; expected a mixture-of-experts model")
@@ -113,13 +115,22 @@ def restore(model: nn.Module, experts_implementation: str | None = "grouped_mm")
     Args:
         model: as given to `prepare`.
         experts_implementation: what to set the model to afterwards; None: leave it (the next forward packs again).
+
+    Raises:
+        TypeError: `model` is no module.
     """
+    _require_module(model)
     for _, block in find_blocks(model):
         if is_released(block):
             restore_block(block)
         packing.drop(block)
     if experts_implementation is not None:
         set_implementation(model, experts_implementation)
+
+
+def _require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
 
 
 def set_implementation(model: nn.Module, name: str) -> None:

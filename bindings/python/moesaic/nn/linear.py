@@ -70,6 +70,8 @@ class PackedLinear:
         for pair in pairs:
             if not isinstance(pair, LoraPair):
                 raise TypeError(f"lora holds a {type(pair).__name__}; expected moesaic.LoraPair")
+            if pair.experts is not None:
+                raise ValueError(f"lora has experts = {pair.experts}; expected None: a dense layer has one matrix")
             if pair.a.dim() != 2 or pair.b.dim() != 2 or pair.a.shape[0] != pair.b.shape[1]:
                 raise ValueError(
                     f"lora has a {list(pair.a.shape)} and b {list(pair.b.shape)}; expected [r, K] and [N, r]"

@@ -69,7 +69,7 @@ class Cache:
     """Answers by key. Thread safe; any number of processes may share a folder.
 
     Whatever fails (no permission, a full disk) only disables keeping: `writable` turns false, a warning is logged
-    once, and answers are kept in memory.
+    once (none where the folder may not be written at all), and answers are kept in memory.
 
     Args:
         folder: where the file lies; None: MOESAIC_CACHE_DIR, else the user's cache folder.

@@ -32,7 +32,9 @@ def _other_parameters(model: TransformerConfig) -> float:
     return float(total + 2 * model.vocab_size * model.hidden_size)
 
 
-def memory_bytes(model: TransformerConfig, run: Inference, devices: int, threads: int) -> dict[str, float]:
+def memory_bytes(
+    model: TransformerConfig, run: Inference, devices: int, threads: int, numa_nodes: int = 1
+) -> dict[str, float]:
     """Bytes on each device by what holds them, and their total.
 
     bf16 weights, one copy; fp32 adapters, with gradients and two moments in training; bf16 keys and values; what
@@ -46,11 +48,13 @@ def memory_bytes(model: TransformerConfig, run: Inference, devices: int, threads
     if model.experts:
         shape = ExpertsShape(model.experts, model.hidden_size, model.moe_intermediate_size, 1)
         experts = float(shape.weight_bytes * model.moe_layers)
+    # Of each token's experts, the part of each node (its share of I).
+    rows = 2.0 * tokens * model.hidden_size * max(model.experts_per_token, 1) * numa_nodes
     memory = {
         "experts": experts / devices,
         "other weights": 2.0 * _other_parameters(model) / devices,
         "adapters": 4.0 * lora / devices,
-        "scratch": (64 + 8 * threads) * _MIB + 2.0 * tokens * model.hidden_size * max(model.experts_per_token, 1),
+        "scratch": (64 + 8 * threads) * _MIB + rows,
     }
     if run.phase == "train":
         memory["gradients and optimizer"] = 12.0 * lora / devices

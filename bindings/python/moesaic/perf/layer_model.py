@@ -128,7 +128,7 @@ class LayerModel:
         chunks = not all(job.first for job in jobs)
         groups: dict[str, Work] = {}
         for (count, first), times in Counter((job.rows, job.first) for job in jobs).items():
-            stages = self._stages(shard, Job(0, count, first), backward=backward, chunks=chunks)
+            stages = self._stages(shard, Job(count, first), backward=backward, chunks=chunks)
             for phase, work in (part for _, parts in stages for part in parts):
                 of_all = {unit: shards * times * amount for unit, amount in work.items()}
                 _add(groups.setdefault(phase, {}), of_all)

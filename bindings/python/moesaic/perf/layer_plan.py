@@ -36,20 +36,27 @@ def round_up(a: int, b: int) -> int:
 class Job(NamedTuple):
     """Rows of one expert that are computed together; `first`: no other job of this expert comes before."""
 
-    expert: int
     rows: int
     first: bool
 
 
 def cut_jobs(rows: Sequence[int], hidden: int, intermediate: int) -> list[Job]:
-    """The jobs of a call, in the order in which they begin. @param rows of each expert."""
+    """The jobs of a call, in the order in which they begin. ValueError where a number of rows is negative.
+
+    Args:
+        rows: of each expert.
+        hidden: H.
+        intermediate: I.
+    """
+    if rows and min(rows) < 0:
+        raise ValueError(f"rows holds {min(rows)}; expected none below 0")
     most = _core.chunk_rows(hidden, intermediate)
     jobs = []
-    for expert, count in enumerate(rows):
+    for count in rows:
         if count == 0:
             continue
         size = round_up(ceil_div(count, ceil_div(count, most)), 32)
-        jobs += [Job(expert, min(size, count - first), first == 0) for first in range(0, count, size)]
+        jobs += [Job(min(size, count - first), first == 0) for first in range(0, count, size)]
     return jobs
 
 

@@ -146,4 +146,7 @@ class LayerRates:
             raise ValueError(f"{path}: not a file of layer rates ({error})") from None
         if missing:
             raise ValueError(f"{path}: rates.{missing[0]} is missing")
-        return LayerRates(**{name: values[name] for name in LayerRates.names()})
+        try:
+            return LayerRates(**{name: values[name] for name in LayerRates.names()})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None

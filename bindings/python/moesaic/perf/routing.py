@@ -9,7 +9,7 @@ import numpy as np
 from numpy.random import default_rng
 from numpy.typing import NDArray
 
-from moesaic.perf.fields import whole
+from moesaic.perf.fields import at_least, one_of, whole
 
 __all__ = ["RoutingLaw", "inclusion_probabilities"]
 
@@ -23,11 +23,19 @@ class RoutingLaw:
             `among` experts, uniformly.
         exponent: of zipf.
         among: of concentrated.
+
+    Raises:
+        ValueError, TypeError: an attribute makes no sense.
     """
 
     kind: str = "uniform"
     exponent: float = 1.0
     among: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("kind", self.kind, ("uniform", "zipf", "concentrated"))
+        at_least("exponent", self.exponent, 0.0)
+        whole("among", self.among, 0)
 
     @staticmethod
     def parse(text: str) -> RoutingLaw:
@@ -52,7 +60,10 @@ class RoutingLaw:
         return f"concentrated:{self.among}" if self.kind == "concentrated" else self.kind
 
     def popularity(self, experts: int, top_k: int) -> NDArray[np.float64]:
-        """Weights [E] in proportion to which experts are drawn; ValueError where `among` does not fit the layer."""
+        """Weights [E] in proportion to which experts are drawn; ValueError where k or `among` does not fit E."""
+        whole("top_k", top_k, 1)
+        if top_k > experts:
+            raise ValueError(f"top_k is {top_k}; expected at most {experts} (experts)")
         weights: NDArray[np.float64] = np.ones(experts)
         if self.kind == "zipf":
             weights = np.arange(1, experts + 1, dtype=float) ** -self.exponent

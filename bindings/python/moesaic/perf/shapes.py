@@ -6,8 +6,10 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from moesaic.perf.fields import whole
 from moesaic.perf.layer_plan import cut_jobs, round_up
 from moesaic.perf.model_config import TransformerConfig
+from moesaic.perf.routing import RoutingLaw
 
 TYPES = {"bf16": 2, "fp32": 4}
 WEIGHTS = {"bf16": 2.0}
@@ -65,6 +67,7 @@ class GemmShape:
         if self.form == "gradient" and self.output != "fp32":
             raise ValueError(f"output is {self.output!r}, expected 'fp32' with form 'gradient': sums stay exact")
         if self.rows is not None:
+            object.__setattr__(self, "rows", tuple(self.rows))  # a list has no hash
             if len(self.rows) != self.groups or min(self.rows) < 0:
                 raise ValueError(
                     f"rows has {len(self.rows)} entries, expected {self.groups}, one a group, none negative"
@@ -145,41 +148,23 @@ def expert_rows(tokens: int, top_k: int, experts: int, routing: str = "uniform")
         tokens: T.
         top_k: k.
         experts: E.
-        routing: "uniform": as even as it goes. "zipf:S": expert i is chosen in proportion to 1 / i^S ("zipf" alone: 1).
-            "concentrated:N": evenly among N experts.
+        routing: as `RoutingLaw.parse` takes it. Uniform: as even as it goes.
 
     Raises:
-        ValueError: an unknown routing.
+        ValueError: an unknown routing, or a number that makes no sense.
     """
-    kind, _, argument = routing.partition(":")
-    slots = tokens * top_k
-    try:
-        if kind == "uniform" and not argument:
-            shares = [1.0] * experts
-        elif kind == "zipf":
-            exponent = float(argument or 1.0)
-            if not 0 <= exponent <= 16:
-                raise ValueError
-            shares = [1.0 / (i + 1) ** exponent for i in range(experts)]
-        elif kind == "concentrated":
-            among = int(argument)
-            if not top_k <= among <= experts:
-                raise ValueError
-            shares = [1.0] * among + [0.0] * (experts - among)
-        else:
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"routing is {routing!r}, expected uniform, zipf:S or concentrated:N") from None
+    shares = RoutingLaw.parse(routing).popularity(experts, top_k).tolist()
+    slots = whole("tokens", tokens, 0) * top_k
     # An expert takes each token once at most; what is over goes to the next.
     rows = [0.0] * experts
     left = float(slots)
     free = list(range(experts))
     while left > 1e-9 and free:
-        whole = sum(shares[i] for i in free)
-        if whole <= 0:
+        together = sum(shares[i] for i in free)
+        if together <= 0:
             break
         for i in free:
-            rows[i] += left * shares[i] / whole
+            rows[i] += left * shares[i] / together
         left = sum(max(0.0, rows[i] - tokens) for i in free)
         for i in free:
             rows[i] = min(rows[i], float(tokens))
@@ -280,7 +265,7 @@ def experts_shapes(
     def of(name: str, k: int, n: int, form: str, output: str, packed: bool) -> GemmShape:
         return GemmShape.skewed(rows, k=k, n=n, form=form, output=output, packed=packed, name=f"experts.{name}")
 
-    low = round_up(lora_rank, 32)
+    low = round_up(whole("lora_rank", lora_rank, 0), 32)
     # B is a further part of a base product's contraction: of ranks up to 16 both bf16 parts of what it is multiplied
     # with share one step of it.
     parts = 1 if lora_rank <= 16 else 2

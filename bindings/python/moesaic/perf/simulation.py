@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -165,7 +166,7 @@ def run_simulation(
     model: TransformerConfig | Mapping[str, Any] | str | Path,
     inference: Inference,
     parallelism: Parallelism | None = None,
-    hardware: Machine | GemmEvaluator | str = "here",
+    hardware: Machine | GemmEvaluator | str | os.PathLike[str] = "here",
     config: SimulationConfig | None = None,
     rates: LayerRates | None = None,
 ) -> SimulationResult:
@@ -198,10 +199,10 @@ def run_simulation(
         return run.result(begin)
 
 
-def _evaluator_of(hardware: Machine | GemmEvaluator | str) -> GemmEvaluator:
+def _evaluator_of(hardware: Machine | GemmEvaluator | str | os.PathLike[str]) -> GemmEvaluator:
     if isinstance(hardware, GemmEvaluator):
         return hardware
-    return GemmEvaluator(Machine.find(hardware) if isinstance(hardware, str) else hardware)
+    return GemmEvaluator(hardware if isinstance(hardware, Machine) else Machine.find(os.fspath(hardware)))
 
 
 class Simulation:
@@ -250,7 +251,13 @@ class Simulation:
             tokens_per_second=sum(step.tokens * step.count for step in counted) / total * 1e3,
             steps=tuple(steps),
             parallel_efficiency=single / (self._topology.size * total),
-            memory=memory_bytes(self._model, self._inference, self._topology.size, self._evaluator.threads),
+            memory=memory_bytes(
+                self._model,
+                self._inference,
+                self._topology.size,
+                self._evaluator.threads,
+                self._evaluator.machine.numa_nodes,
+            ),
             prewarming=Prewarming(shapes, prewarm_ms, after[0] - before[0], after[1] - before[1]),
             simulated_ms=(time.perf_counter() - begin) * 1e3,
             inputs=self._inputs(),

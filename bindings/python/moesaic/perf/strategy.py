@@ -147,7 +147,7 @@ def plan_linear(
     best: LinearPlan | None = None
     by_kind: dict[str, LinearPlan] = {}
     whole_ms = product_ms(m, k, n)
-    for bound, row_cuts, blocks in sorted(_bounds(topology, m, k, n)):
+    for bound, row_cuts, blocks in sorted(_bounds(topology, m, n)):
         if best is not None and bound >= best.milliseconds:
             break
         found = _candidate(product_ms, topology, (m, k, n), row_cuts, blocks)
@@ -162,7 +162,7 @@ def plan_linear(
     return replace(best, reason=_reason(best, by_kind, strategy, topology, whole_ms))
 
 
-def _bounds(topology: Topology, m: int, k: int, n: int) -> Iterator[tuple[float, int, int]]:
+def _bounds(topology: Topology, m: int, n: int) -> Iterator[tuple[float, int, int]]:
     """(least possible milliseconds, row cuts, blocks) of every candidate: its communication alone, without latencies
     hidden twice: the first piece of compute and all pieces of communication cannot overlap."""
     for row_cuts in range(1, topology.size + 1):

@@ -45,8 +45,6 @@ PARENTS = OUTER | frozenset(
 SUMS = PARENTS - OUTER - {"forward", "backward", "sample"}
 #: Copies between the host and a GPU: their time is the device's, not a thread's.
 TRANSFERS = frozenset({"device_to_host", "host_to_device"})
-#: Steps that the calling thread does alone, before the pool starts.
-SERIAL = frozenset({"routing", "allocate", "D0_prepare", "GU0_prepare"})
 EVENT_KINDS = ("range", "idle", "steal", "queue")
 IDLE_KINDS = ("stealing", "waiting", "parked")
 

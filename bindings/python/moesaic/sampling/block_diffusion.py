@@ -82,11 +82,14 @@ class BlockDiffusion:
             raise ValueError(f"strategy is {strategy!r}; expected one of {', '.join(map(repr, _KINDS))}")
         if threshold is not None and (strategy != "confidence" or not 0 < threshold <= 1):
             raise ValueError(f"threshold is {threshold} for strategy {strategy!r}; expected (0, 1] for 'confidence'")
+        options = options or Options(temperature=0.0)
+        if (options.repetition_penalty, options.frequency_penalty, options.presence_penalty) != (1.0, 0.0, 0.0):
+            raise ValueError("options has penalties; expected none: block diffusion does not apply them")
         self.block_length = block_length
         self.denoising_steps = denoising_steps
         self.strategy = strategy
         self.mask_token_id = mask_token_id
-        self.options = options or Options(temperature=0.0)
+        self.options = options
         self.threshold = threshold
         self.shifted = shifted
         self.eos_token_id = eos_token_id

@@ -144,7 +144,7 @@ def generate(
     and -inf elsewhere; ``output_logits`` are the model's.
 
     Raises:
-        ValueError: beam search, or another way of decoding that is no sampling.
+        ValueError: beam search.
     """
     if getattr(generation_config, "num_beams", 1) not in (None, 1):
         raise ValueError(f"num_beams is {generation_config.num_beams}; expected 1: one sequence a row")
