@@ -4,7 +4,6 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "bindings/tensor.h"
 #include "bindings/unlocked.h"

@@ -6,7 +6,6 @@
 #include "cpu_kernels/tensor_access.h"
 #include "moe/backward_pass.h"
 #include "moe/phases.h"
-#include "profiling/calls.h"
 
 namespace moesaic::moe {
 

@@ -2,7 +2,6 @@
 // that run along I.
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <span>
 #include <vector>
 

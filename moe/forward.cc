@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 #include "cpu_kernels/tensor_access.h"
 #include "moe/pass.h"
 #include "moe/phases.h"
-#include "profiling/calls.h"
 #include "profiling/trace.h"
 
 namespace moesaic::moe {

@@ -1,8 +1,6 @@
 #include "moe/pass.h"
 
 #include <algorithm>
-#include <array>
-#include <cstring>
 
 #include "cpu_kernels/tensor_access.h"
 #include "moe/phases.h"

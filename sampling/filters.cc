@@ -5,7 +5,6 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <utility>
 
 #include "cpu_kernels/tensor_access.h"
 #include "sampling/retain.h"

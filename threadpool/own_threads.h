@@ -3,7 +3,6 @@
 
 #include <pthread.h>
 
-#include <memory>
 #include <vector>
 
 #include "threadpool/executor.h"

@@ -59,24 +59,34 @@ class _MoeExperts(torch.autograd.Function):
         if create_graph:
             # Of GPU tensors, copies were saved that autograd knows nothing of: hence the last argument.
             inputs = (d_out, *saved[1:], torch.empty(0, requires_grad=True))
-            return _NoSecondDerivative.apply(len(grads), *grads, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+            return differentiable_once("moesaic.moe_experts", grads, inputs)
         return grads
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Gives gradients on as functions of what they depend on, whose own derivative is an error.
-
-    `once_differentiable` would let them pass for constants where d_out requires no gradient, and the second derivative
-    would silently lack a term.
-    """
-
     @staticmethod
-    def forward(ctx: Any, count: int, *grads_and_inputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def forward(
+        ctx: Any, function: str, count: int, *grads_and_inputs: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.function = function
         return grads_and_inputs[:count]
 
     @staticmethod
     def backward(ctx: Any, *d_grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        raise RuntimeError("moesaic.moe_experts can be differentiated only once; its gradients have no derivative")
+        raise RuntimeError(f"{ctx.function} can be differentiated only once; its gradients have no derivative")
+
+
+def differentiable_once(
+    function: str, grads: tuple[torch.Tensor | None, ...], inputs: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of `function` as functions of the inputs that they depend on, whose own derivative is an error.
+
+    `once_differentiable` would let them pass for constants where d_out requires no gradient, and the second derivative
+    would silently lack a term.
+    """
+    apply: Any = _NoSecondDerivative.apply
+    found: tuple[torch.Tensor | None, ...] = apply(function, len(grads), *grads, *inputs)
+    return found
 
 
 def moe_experts(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moesaic import _core
+from moesaic.autograd import differentiable_once
 
 __all__ = ["Fusion", "fused_linear", "silu_mul"]
 
@@ -124,24 +125,12 @@ class _SiluMul(torch.autograd.Function):
         return _once((_core.silu_mul_backward(d_out.contiguous(), x),), (d_out, x))
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    """Gives gradients on as functions of what they depend on, whose own derivative is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *grads_and_inputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return grads_and_inputs[:count]
-
-    @staticmethod
-    def backward(ctx: Any, *d_grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        raise RuntimeError("moesaic.nn.functional can be differentiated only once; its gradients have no derivative")
-
-
 def _once(
     grads: tuple[torch.Tensor | None, ...], inputs: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
     if not torch.is_grad_enabled():  # create_graph=False
         return grads
-    return _NoSecondDerivative.apply(len(grads), *grads, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+    return differentiable_once("moesaic.nn.functional", grads, inputs)
 
 
 def fused_linear(

@@ -116,28 +116,26 @@ class Products:
 
     Args:
         evaluator: whom to ask.
-        precise: False: the closed formula alone, the larger of flops / ceiling and bytes / bandwidth.
         resident_bytes: weights of everything that is computed before the same weights are used again; what is less
             than the last-level cache holds is found there again.
     """
 
-    def __init__(self, evaluator: Evaluates, *, precise: bool = True, resident_bytes: float = float("inf")) -> None:
+    def __init__(self, evaluator: Evaluates, *, resident_bytes: float = float("inf")) -> None:
         self.evaluator = evaluator
         self.threads = evaluator.threads
         self.figures = evaluator.machine.figures(self.threads)
         self.peak_gflops: float = self.figures["compute_gflops"]
-        self._precise = precise
         self._resident_bytes = resident_bytes
         self._from_cache = resident_bytes <= _USABLE * self.figures["l3_bytes"]
         self._known: dict[tuple[str, int, int, int, bool], ProductMs] = {}
 
     def asking(self, evaluator: Evaluates) -> Products:
         """The same questions to another evaluator."""
-        return Products(evaluator, precise=self._precise, resident_bytes=self._resident_bytes)
+        return Products(evaluator, resident_bytes=self._resident_bytes)
 
     def with_resident(self, resident_bytes: float) -> Products:
         """The same where so many bytes of weights lie between two uses."""
-        return Products(self.evaluator, precise=self._precise, resident_bytes=resident_bytes)
+        return Products(self.evaluator, resident_bytes=resident_bytes)
 
     def thread_ms(self, form: str, rows: int, k: int, n: int, *, again: bool = False) -> ProductMs:
         """One product [rows, k] x [k, n] on one thread of all.
@@ -178,14 +176,8 @@ class Products:
         cached = again or self._from_cache
         key = (form, rows, k, n, cached)
         if key not in self._known:
-            ask = self._evaluated if self._precise else self._closed
-            self._known[key] = ask(form, rows, k, n, cached)
+            self._known[key] = self._evaluated(form, rows, k, n, cached)
         return self._known[key]
-
-    def _closed(self, form: str, rows: int, k: int, n: int, cached: bool) -> ProductMs:
-        arithmetic = 2.0 * rows * k * n / self.peak_gflops * self.threads * 1e-6
-        stream = 2.0 * k * n / self.figures["gbps"][2 if cached else 3] * self.threads * 1e-6
-        return ProductMs(arithmetic, 0.0, 0.0) if arithmetic > stream else ProductMs(0.0, stream, 0.0)
 
     def _evaluated(self, form: str, rows: int, k: int, n: int, cached: bool) -> ProductMs:
         groups = _EACH_THREAD * self.threads

@@ -226,7 +226,7 @@ class Simulation:
             6.0 * model.experts * model.hidden_size * model.moe_intermediate_size * model.moe_layers / topology.size
         )
         self._counted = counted = Counted(evaluator)
-        products = Products(counted, precise=config.use_precise_evaluator, resident_bytes=resident)
+        products = Products(counted, resident_bytes=resident)
         layers = LayerModel(products, rates or LayerRates.of(evaluator.machine, evaluator.threads))
         self._transformer = Transformer(
             model,
