@@ -104,6 +104,8 @@ def test_wrong_usage_and_a_wrong_result(capsys: pytest.CaptureFixture[str], monk
     assert "leaves no case" in capsys.readouterr().err
     assert cli.main([*SMALL, "--clock", "cpu"]) == 2
     assert "--threads 1" in capsys.readouterr().err
+    assert cli.main([*SMALL, "--archive", "/dev/null/runs"]) == 1
+    assert capsys.readouterr().err == "moesaic: /dev/null/runs: Not a directory\n"
     monkeypatch.setitem(fused_bench.BOUND, "bf16", 0.0)
     assert cli.main([*SMALL, "--only", "layernorm 64"]) == 1
     assert "WRONG" in capsys.readouterr().out

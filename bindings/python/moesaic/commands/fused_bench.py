@@ -66,8 +66,8 @@ def add_parser(benches: Any) -> None:
         const=Path("profile_runs"),
         type=Path,
         metavar="FOLDER",
-        help="also keep the run in FOLDER/<time>_fused (default profile_runs): bench.json, table.txt, and run.json, a "
-        "profile of each case once, for `moesaic profile diff`",
+        help="also keep the run in FOLDER/<time>_fused (default profile_runs), with a profile of each case once, for "
+        "`moesaic profile diff`",
     )
     options.add_json(parser)
     parser.set_defaults(run=run)
@@ -98,6 +98,10 @@ def run(args: argparse.Namespace) -> int:
     if not cases:
         raise UsageError(f"--only '{args.only}' leaves no case")
     clock = options.clock(args)
+    if args.archive is not None:
+        from moesaic.profiles.archive import check_archive
+
+        check_archive(args.archive, "fused")
     if args.threads:
         moesaic.set_num_threads(args.threads)
         torch.set_num_threads(args.threads)

@@ -83,6 +83,13 @@ def run(args: argparse.Namespace) -> int:
         "distributions": _names("distributions", args.distributions, DISTRIBUTIONS),
         "peers": _names("peers", args.peers, PEERS),
     }
+    if args.archive is not None:
+        from moesaic.profiles.archive import check_archive
+
+        try:
+            check_archive(Path("profile_runs"), args.archive)
+        except (OSError, ValueError) as error:
+            raise CommandError(f"--archive {args.archive}: {error}") from error
     with stdout_for_json(args.json):
         document, profile = measure(args, chosen, options.progress())
     text = io.StringIO()
@@ -91,10 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.archive is not None:
         from moesaic.profiles.archive import write_archive
 
-        try:
-            folder = write_archive(Path("profile_runs"), args.archive, document, profile, text.getvalue())
-        except (OSError, ValueError) as error:
-            raise CommandError(f"--archive {args.archive}: {error}") from error
+        folder = write_archive(Path("profile_runs"), args.archive, document, profile, text.getvalue())
         print(f"moesaic: written to {folder}", file=sys.stderr)
     if args.json:
         print_json(document)

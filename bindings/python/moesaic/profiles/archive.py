@@ -6,16 +6,32 @@ read. ``moesaic profile diff`` takes two such folders.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PROFILE", "write_archive"]
+__all__ = ["PROFILE", "check_archive", "write_archive"]
 
 PROFILE = "profile.json"
+
+
+def check_archive(root: Path, name: str) -> None:
+    """Refuses before a run what `write_archive` would refuse after it; makes `root`.
+
+    Raises:
+        ValueError: the name holds something else than letters, digits, ``.``, ``-`` and ``_``.
+        OSError: the folder cannot be made or written.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        raise ValueError(f"name is {name!r}; expected letters, digits, '.', '-' and '_'")
+    root.mkdir(parents=True, exist_ok=True)
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))
 
 
 def write_archive(
@@ -37,10 +53,8 @@ def write_archive(
         ValueError: the name holds something else.
         OSError: the folder cannot be written.
     """
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
-        raise ValueError(f"name is {name!r}; expected letters, digits, '.', '-' and '_'")
+    check_archive(root, name)
     stem = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}_{name}"
-    root.mkdir(parents=True, exist_ok=True)
     for number in range(1, 1000):
         folder = root / (stem if number == 1 else f"{stem}-{number}")
         try:
