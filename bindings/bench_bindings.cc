@@ -23,6 +23,14 @@
 namespace py = pybind11;
 
 namespace moesaic::bindings {
+
+const KernelTier& RunnableTier(const std::string& isa) {
+  for (const KernelTier* tier : KernelTiers()) {
+    if (tier->name == isa && tier->runs_here()) return *tier;
+  }
+  throw std::invalid_argument("isa is \"" + isa + "\", expected a tier that runs here");
+}
+
 namespace {
 
 // The probes run either on the calling thread alone or on all threads of the process's pool, as the engine does.
@@ -152,13 +160,6 @@ std::unique_ptr<bench::GemmProbe> MakeGemmProbe(std::size_t tier, const std::str
   return std::make_unique<bench::GemmProbe>(*KernelTiers()[tier], FormNamed(form),
                                             MatrixOf(activations, "activations", DType::kBFloat16),
                                             MatrixOf(weights, "weights", DType::kBFloat16), copies);
-}
-
-const KernelTier& RunnableTier(const std::string& name) {
-  for (const KernelTier* tier : KernelTiers()) {
-    if (tier->name == name && tier->runs_here()) return *tier;
-  }
-  throw std::invalid_argument("isa is \"" + name + "\", expected a tier that runs here");
 }
 
 /// A pool of `threads` own threads, on which the machine is measured.

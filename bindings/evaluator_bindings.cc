@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/bench_bindings.h"
 #include "bindings/unlocked.h"
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tile_evaluator.h"
@@ -199,7 +200,7 @@ class Evaluator {
 class GroupedGemm {
  public:
   GroupedGemm(const std::string& isa, const ProblemTuple& shape, std::int64_t weight_bytes)
-      : gemm_(TierNamed(isa), ProblemOf(shape), threadpool::Pool::Default(), weight_bytes) {}
+      : gemm_(RunnableTier(isa), ProblemOf(shape), threadpool::Pool::Default(), weight_bytes) {}
 
   std::vector<std::vector<double>> Measure(const std::vector<ConfigurationTuple>& tuples, int count) {
     std::vector<GemmConfiguration> configurations;
@@ -211,13 +212,6 @@ class GroupedGemm {
   std::uint64_t Digest() const { return gemm_.Digest(); }
 
  private:
-  static const KernelTier& TierNamed(const std::string& isa) {
-    for (const KernelTier* tier : KernelTiers()) {
-      if (tier->name == isa && tier->runs_here()) return *tier;
-    }
-    throw std::invalid_argument("isa is \"" + isa + "\", expected a tier that runs here");
-  }
-
   bench::GroupedGemm gemm_;
 };
 

@@ -16,6 +16,7 @@ from moesaic.commands.layer_data import make_adapter, make_batch, make_weights, 
 from moesaic.commands.measure import Ceiling, Repetition
 from moesaic.commands.peers import PEERS
 from moesaic.commands.variants import Call, UnavailableError, Variant, timed
+from moesaic.profiles.document import spread
 
 SHAPE = LayerShape(experts=5, hidden=32, intermediate=24, top_k=2, rank=3)
 
@@ -257,9 +258,9 @@ def test_relative_l2():
     assert layer_reference.relative_l2(torch.tensor([0.0, 2.0]), torch.zeros(2)) == 2.0
 
 
-def test_summary():
+def test_spread():
     values = [4.0, 1.0, 3.0, 2.0]
-    assert measure.summary(values) == {
+    assert spread(values) == {
         "min": 1.0,
         "median": 2.5,
         "mean": 2.5,

@@ -154,7 +154,8 @@ def measure(
 def _measure_case(
     case: Case, peers: Sequence[str], warmup: int, reps: int, clock: Callable[[], float], probe: Any
 ) -> dict[str, Any]:
-    from moesaic.commands.measure import PROBE_TOLERANCE, summary
+    from moesaic.commands.measure import PROBE_TOLERANCE
+    from moesaic.profiles.document import spread
 
     inputs = case.inputs()
     engine = inputs.engine
@@ -194,14 +195,14 @@ def _measure_case(
                 fractions.append(statistics.fmean(limits) / times[name][-1])
             else:
                 dropped += 1
-    row["moesaic"] = {"ms": summary(times["moesaic"]), "dropped": dropped}
+    row["moesaic"] = {"ms": spread(times["moesaic"]), "dropped": dropped}
     row["moesaic"]["fraction_of_limit"] = statistics.median(fractions) if fractions else None
     middle = row["moesaic"]["ms"]["median"]
     if "stream" in times:
         row["moesaic"]["fraction_of_stream"] = statistics.median(times["stream"]) / middle
     for name in calls:
         if name not in ("moesaic", "stream"):
-            values = summary(times[name])
+            values = spread(times[name])
             row["peers"][name] = {"ms": values, "ratio": values["median"] / middle}
     if case.name.startswith("silu_mul"):
         row["peak_bytes"] = inputs.peak_bytes()

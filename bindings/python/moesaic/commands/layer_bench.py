@@ -15,10 +15,11 @@ from moesaic import _core
 from moesaic.commands import host, layer_case, layer_ratios, layer_reference
 from moesaic.commands.layer_case import LayerShape, Routing
 from moesaic.commands.layer_data import Adapter, Batch, Weights, make_adapter, make_batch, make_weights
-from moesaic.commands.measure import Ceiling, CeilingProbe, Repetition, fraction_of_limit, median_ceiling, summary
+from moesaic.commands.measure import Ceiling, CeilingProbe, Repetition, fraction_of_limit, median_ceiling
 from moesaic.commands.output import format_bytes
 from moesaic.commands.peers import PEERS, needs_full_copy, resident_bytes
 from moesaic.commands.variants import Call, Engine, UnavailableError, Variant, timed
+from moesaic.profiles.document import spread
 
 SCHEMA = 1
 
@@ -313,7 +314,7 @@ class _Case:
 def _summary_of(values: Sequence[float | None]) -> dict[str, float] | None:
     """Their summary; None where nothing was measured."""
     there = [value for value in values if value is not None]
-    return summary(there) if there else None
+    return spread(there) if there else None
 
 
 def _times(calls: Sequence[Call]) -> dict[str, dict[str, float] | None]:

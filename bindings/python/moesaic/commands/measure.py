@@ -18,17 +18,6 @@ _COMPUTE_SECONDS = 0.02
 _READ_SECONDS = 0.04
 
 
-def summary(values_ms: Sequence[float]) -> dict[str, float]:
-    """min, median, mean, std (population) and max; at least one value."""
-    return {
-        "min": min(values_ms),
-        "median": statistics.median(values_ms),
-        "mean": statistics.fmean(values_ms),
-        "std": statistics.pstdev(values_ms),
-        "max": max(values_ms),
-    }
-
-
 @dataclass(frozen=True)
 class Ceiling:
     """What the host can do: GFLOP/s on registers, GB/s read from memory."""

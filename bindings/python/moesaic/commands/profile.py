@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.commands.output import CommandError, Tables, UsageError, print_json
+from moesaic.profiler import SUFFIXES
 from moesaic.profiles import document as doc
 from moesaic.profiles.compare import compare
 from moesaic.profiles.system import USAGE
@@ -28,8 +29,6 @@ Runs a program and reports where the engine's time went:  moesaic profile [-o ru
 With `show run.json` it prints a recording again or turns it into another form, and with `diff a.json b.json` it says
 which phase got slower, and by how much more than its noise. The exit code is the program's; 1 if there is nothing to
 report."""
-
-_SUFFIXES = (".json", ".html", ".perfetto-trace")
 
 
 def add_parser(commands: Any) -> None:
@@ -50,7 +49,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Does what the command line says and returns the exit code."""
     what: list[str] = args.what
-    if args.output is not None and Path(args.output).suffix not in _SUFFIXES:
+    if args.output is not None and Path(args.output).suffix not in SUFFIXES:
         raise UsageError(f"-o {args.output}: expected a name that ends in .json, .html or .perfetto-trace")
     if args.output is not None and not Path(args.output).absolute().parent.is_dir():  # before a program runs for hours
         raise CommandError(f"-o {args.output}: there is no such folder")

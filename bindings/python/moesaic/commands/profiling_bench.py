@@ -101,9 +101,8 @@ def measure(wanted: dict[str, Any], progress: Callable[[str], None]) -> dict[str
     from moesaic import _core
     from moesaic.commands.layer_case import PRESETS, LayerShape, Routing
     from moesaic.commands.layer_data import make_adapter, make_batch, make_weights
-    from moesaic.commands.measure import summary
     from moesaic.commands.variants import Engine, timed
-    from moesaic.profiles.document import SUMS
+    from moesaic.profiles.document import SUMS, spread
 
     if not _core.mute_nvtx(True):
         raise RuntimeError("the collector was not loaded")
@@ -182,8 +181,8 @@ def measure(wanted: dict[str, Any], progress: Callable[[str], None]) -> dict[str
         "range_ns": costs,
         "range_in_cache_ns": warm,
         "clock_ns": clock_ns,
-        "step_ms": {way: summary(values) for way, values in wall.items()},
-        "step_cpu_ms": {way: summary(values) for way, values in cpu.items()},
+        "step_ms": {way: spread(values) for way, values in wall.items()},
+        "step_cpu_ms": {way: spread(values) for way, values in cpu.items()},
         "overhead": overheads,
     }
 

@@ -213,7 +213,8 @@ def _measure_case(
     args: argparse.Namespace, setting: str, batches: Sequence[torch.Tensor], calls: dict[str, Call], probe: Any
 ) -> dict[str, Any]:
     import moesaic
-    from moesaic.commands.measure import by_clock, summary
+    from moesaic.commands.measure import by_clock
+    from moesaic.profiles.document import spread
 
     verified = _verify(batches[0], SETTINGS[setting])
     clock = options.clock(args)
@@ -259,10 +260,10 @@ def _measure_case(
         "bytes": batches[0].nbytes,
         "copies": len(batches),
         "read_gbps": statistics.median(bandwidths),
-        "moesaic": {"us": summary(times["moesaic"]), "fraction_of_read": statistics.median(fractions)},
+        "moesaic": {"us": spread(times["moesaic"]), "fraction_of_read": statistics.median(fractions)},
         "stages_ms": {name: ms / calls_by_stage for name, ms in stages.items()},
         "peers": {
-            name: {"us": summary(values), "ratio": statistics.median(values) / median}
+            name: {"us": spread(values), "ratio": statistics.median(values) / median}
             for name, values in times.items()
             if name != "moesaic"
         },

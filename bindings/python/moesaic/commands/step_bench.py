@@ -181,9 +181,9 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
 
 
 def _summary(values: Sequence[float]) -> dict[str, float]:
-    from moesaic.commands.measure import summary
+    from moesaic.profiles.document import spread
 
-    return summary(values)
+    return spread(values)
 
 
 def _ratio(a: Sequence[float], b: Sequence[float], bar: float) -> dict[str, float]:

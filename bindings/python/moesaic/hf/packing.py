@@ -15,6 +15,7 @@ from moesaic.hf.blocks import WEIGHTS, refusal, weight
 from moesaic.hf.offloaded import reclaim
 from moesaic.hf.released import ReleasedParameter, ReleasedWeight, is_released, release_block, restore_block
 from moesaic.layer import ExpertsLayer
+from moesaic.nn.linear import fingerprint
 
 __all__ = ["drop", "pack", "packed_layer", "release", "writable"]
 
@@ -41,14 +42,8 @@ def _nothing() -> None:
 
 
 def _fingerprint(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """What changes when a parameter does. Neither address nor version tells of a write through ``.data`` (PEFT merges
-    that way), so up to 64 of its values, spread over all three dimensions, belong to it."""
-    if isinstance(parameter, ReleasedWeight):
-        return (id(parameter.source.layer),)
-    steps = [slice(None, None, max(1, -(-size // 4))) for size in parameter.shape]
-    version = 0 if parameter.is_inference() else parameter._version
-    sample = parameter.detach()[tuple(steps)].to("cpu", torch.float32, copy=True)
-    return (parameter.data_ptr(), version, parameter.dtype, tuple(parameter.shape), sample.numpy().tobytes())
+    """What changes when a parameter does, or the packed weights that a released one stands for."""
+    return (id(parameter.source.layer),) if isinstance(parameter, ReleasedWeight) else fingerprint(parameter)
 
 
 def packed_layer(block: nn.Module, weight_format: str | None = None) -> ExpertsLayer:
@@ -80,9 +75,9 @@ def _fresh_layer(block: nn.Module, weight_format: str | None) -> ExpertsLayer | 
     packed: Packed | None = block.__dict__.get(_KEY)
     if packed is None or weight_format not in (None, packed.layer.weight_format):
         return None
-    for name, fingerprint in zip(WEIGHTS, packed.fingerprints, strict=True):
+    for name, before in zip(WEIGHTS, packed.fingerprints, strict=True):
         parameter = weight(block, name)
-        if parameter is None or _fingerprint(parameter) != fingerprint:
+        if parameter is None or _fingerprint(parameter) != before:
             return None
     return packed.layer
 
