@@ -118,6 +118,20 @@ def test_time_grows_with_tokens_and_context() -> None:
     assert len(few.steps) == 4 and few.milliseconds == pytest.approx(decoded.milliseconds, rel=0.02)
 
 
+def test_hardware_may_be_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    MACHINE.save(file)
+    for hardware in (file, str(file)):
+        found = run_simulation(ONE, QWEN, PROMPT, None, hardware, COARSE, RATES)
+        assert found.milliseconds == pytest.approx(run().milliseconds)
+
+
+def test_every_node_has_rows_of_its_own() -> None:
+    two = perf.GemmEvaluator(replace(MACHINE, numa_nodes=2), cache=False)
+    one_node, two_nodes = (run(evaluator=evaluator).memory for evaluator in (EVALUATOR, two))
+    assert two_nodes["scratch"] - one_node["scratch"] == 2 * 256 * 8 * 2048  # bf16 [T * k][H]
+
+
 def test_training_is_forward_and_more() -> None:
     plain = run(Inference("train", 256, lora_rank=16))
     again = run(Inference("train", 256, lora_rank=16, recompute=True))

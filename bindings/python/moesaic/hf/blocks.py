@@ -10,7 +10,17 @@ from torch import nn
 
 from moesaic.hf.offloaded import is_offloaded
 
-__all__ = ["IMPLEMENTATION", "WEIGHTS", "find_blocks", "implementation", "is_block", "is_served", "refusal", "weight"]
+__all__ = [
+    "IMPLEMENTATION",
+    "WEIGHTS",
+    "find_blocks",
+    "implementation",
+    "is_block",
+    "is_served",
+    "refusal",
+    "require_module",
+    "weight",
+]
 
 #: The name under which transformers knows the engine: ``experts_implementation="moesaic"``.
 IMPLEMENTATION = "moesaic"
@@ -29,6 +39,12 @@ def is_block(module: nn.Module) -> bool:
         and hasattr(module, "is_transposed")
         and hasattr(getattr(module, "config", None), "_experts_implementation")
     )
+
+
+def require_module(model: object) -> None:
+    """Refuses what is no module, a name of a model for example. TypeError."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
 
 
 def find_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from moesaic.hf.blocks import require_module
 from moesaic.hf.operators import OPERATORS, Dense, Operator
 
 __all__ = ["FuseReport", "FusedModule", "KeptModule", "fuse", "unfuse"]
@@ -102,8 +103,7 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
 
 def unfuse(model: nn.Module) -> int:
     """Undoes `fuse`; returns how many modules it gave their own forward back. TypeError: `model` is no module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    require_module(model)
     count = 0
     for module in model.modules():
         if isinstance(module.__dict__.get("forward"), Operator):

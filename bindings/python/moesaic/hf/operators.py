@@ -8,6 +8,7 @@ the module's own forward does.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ __all__ = ["OPERATORS", "Operator"]
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
-class Operator:
+class Operator(ABC):
     """Stands as ``module.forward``; ``type(module).forward`` is what it replaces."""
 
     #: What it computes, for reports.
@@ -53,14 +54,14 @@ class Operator:
         """What the module's class computes."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
+    @abstractmethod
     def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
         """The same by the engine; None where it may not."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def matches(cls, module: nn.Module) -> bool:
         """Whether `module` is built like what this operator computes."""
-        raise NotImplementedError
 
     def refusal(self) -> str | None:
         """Why this module cannot be served, as far as its layers tell."""
@@ -81,9 +82,9 @@ class Operator:
         """The layers that hold the weights of the GEMMs and norms."""
         return [child for child in self.module.children() if not isinstance(child, nn.Dropout)]
 
+    @abstractmethod
     def probe(self) -> tuple[torch.Tensor, ...]:
         """Inputs on which both forwards are compared."""
-        raise NotImplementedError
 
     @property
     def packed_bytes(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moesaic.hf import packing
-from moesaic.hf.blocks import IMPLEMENTATION, WEIGHTS, find_blocks, implementation, refusal, weight
+from moesaic.hf.blocks import IMPLEMENTATION, WEIGHTS, find_blocks, implementation, refusal, require_module, weight
 from moesaic.hf.released import is_released, restore_block
 
 __all__ = ["BlockReport", "PrepareReport", "prepare", "restore"]
@@ -89,7 +89,7 @@ def prepare(
             without PEFT are accepted for inference; a forward with gradients enabled refuses them.
         MemoryError: memory cannot be had; blocks packed so far stay packed, and a further call goes on from there.
     """
-    _require_module(model)
+    require_module(model)
     blocks = list(find_blocks(model))
     if not blocks:
         raise ValueError(f"model ({type(model).__name__}) has no experts block; expected a mixture-of-experts model")
@@ -119,18 +119,13 @@ def restore(model: nn.Module, experts_implementation: str | None = "grouped_mm")
     Raises:
         TypeError: `model` is no module.
     """
-    _require_module(model)
+    require_module(model)
     for _, block in find_blocks(model):
         if is_released(block):
             restore_block(block)
         packing.drop(block)
     if experts_implementation is not None:
         set_implementation(model, experts_implementation)
-
-
-def _require_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
 
 
 def set_implementation(model: nn.Module, name: str) -> None:

@@ -40,6 +40,13 @@ def memory_bytes(
     bf16 weights, one copy; fp32 adapters, with gradients and two moments in training; bf16 keys and values; what
     forward saves for backward, or the hidden states of every layer and all of one layer where it is computed again;
     the engine's scratch memory. Weights, adapters and caches are divided among the devices, activations are not.
+
+    Args:
+        model: the model.
+        run: what it computes.
+        devices: among which weights are divided.
+        threads: of the engine on each.
+        numa_nodes: of each; every one has its own rows of the experts' results.
     """
     tokens = run.batch * run.tokens
     lora = adapter_parameters(model, run.lora_rank)
@@ -48,7 +55,6 @@ def memory_bytes(
     if model.experts:
         shape = ExpertsShape(model.experts, model.hidden_size, model.moe_intermediate_size, 1)
         experts = float(shape.weight_bytes * model.moe_layers)
-    # Of each token's experts, the part of each node (its share of I).
     rows = 2.0 * tokens * model.hidden_size * max(model.experts_per_token, 1) * numa_nodes
     memory = {
         "experts": experts / devices,

@@ -44,7 +44,7 @@ class BlockDiffusion:
         strategy: which tokens stay: ``"confidence"``: the most probable ones; ``"margin"``: those furthest ahead of the
             second; ``"entropy"``: those of the least uncertain distributions; ``"sequential"``: the leftmost.
         mask_token_id: what stands for a masked position.
-        options: of the distributions drawn from; by default greedy.
+        options: of the distributions drawn from, without penalties; by default greedy.
         threshold: with "confidence", also keeps every token at least so probable: fewer steps where the model is sure.
         shifted: the logits at a position predict the next one, as in Dream; else their own, as in LLaDA.
         eos_token_id: decoding ends once every sequence has one in a filled block; what comes after it becomes that.
