@@ -4,6 +4,7 @@
 //
 //   struct Tiles {  // eight registers of 16 rows x 64 bytes
 //     void Zero<t>();  void Load<t>(const void* rows, std::int64_t stride_bytes);  void Store<t>(void* rows, stride_bytes);
+//     void LoadPassing<t>(rows, stride_bytes);  // Load, of what need not stay in L1
 //     void MultiplyAdd<c, a, b>();   // c[i][j] += sum over p: a[i][2p] b[p][2j] + a[i][2p+1] b[p][2j+1], fp32
 //   };
 //   struct Tiles::Scope { ... };     // configures the registers of this thread, and releases them
@@ -48,19 +49,19 @@ struct AmxCell {
       const CellRun& run = runs[r];
       const BFloat16 *a0 = run.a[0], *a1 = run.a[1], *b0 = run.b[0], *b1 = run.b[1];
       for (std::int64_t k = 0; k < run.length; ++k) {
-        tiles.template Load<4>(a0 + k * run.a_stride, 64);
-        if constexpr (NA == 2 && NB == 2) tiles.template Load<5>(a1 + k * run.a_stride, 64);
-        tiles.template Load<6>(b0 + k * run.b_stride, 64);
+        LoadLeft<4, Aside>(tiles, a0 + k * run.a_stride);
+        if constexpr (NA == 2 && NB == 2) LoadLeft<5, Aside>(tiles, a1 + k * run.a_stride);
+        LoadRight<6, Aside>(tiles, b0 + k * run.b_stride);
         tiles.template MultiplyAdd<0, 4, 6>();
         if constexpr (NA == 2 && NB == 1) {
-          tiles.template Load<4>(a1 + k * run.a_stride, 64);
+          LoadLeft<4, Aside>(tiles, a1 + k * run.a_stride);
           tiles.template MultiplyAdd<2, 4, 6>();
         }
         if constexpr (NA == 2 && NB == 2) tiles.template MultiplyAdd<2, 5, 6>();
         if constexpr (NB == 2) {
-          tiles.template Load<6>(b1 + k * run.b_stride, 64);
-          tiles.template MultiplyAdd<1, 4, 6>();
-          if constexpr (NA == 2) tiles.template MultiplyAdd<3, 5, 6>();
+          LoadRight<7, Aside>(tiles, b1 + k * run.b_stride);
+          tiles.template MultiplyAdd<1, 4, 7>();
+          if constexpr (NA == 2) tiles.template MultiplyAdd<3, 5, 7>();
         }
         aside.Step();
       }
@@ -69,6 +70,24 @@ struct AmxCell {
     if constexpr (NB == 2) tiles.template Store<1>(c + kPanelRows, c_stride);
     if constexpr (NA == 2) tiles.template Store<2>(c_low, c_stride);
     if constexpr (NA == 2 && NB == 2) tiles.template Store<3>(c_low + kPanelRows, c_stride);
+  }
+
+ private:
+  template <int kTile, class Aside>
+  [[gnu::always_inline]] static void LoadLeft(Tiles& tiles, const BFloat16* tile) {
+    if constexpr (Aside::kPassing == Passing::kLeft) {
+      tiles.template LoadPassing<kTile>(tile, 64);
+    } else {
+      tiles.template Load<kTile>(tile, 64);
+    }
+  }
+  template <int kTile, class Aside>
+  [[gnu::always_inline]] static void LoadRight(Tiles& tiles, const BFloat16* tile) {
+    if constexpr (Aside::kPassing == Passing::kRight) {
+      tiles.template LoadPassing<kTile>(tile, 64);
+    } else {
+      tiles.template Load<kTile>(tile, 64);
+    }
   }
 };
 

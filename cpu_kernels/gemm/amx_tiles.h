@@ -33,6 +33,11 @@ struct AmxTiles {
   [[gnu::always_inline]] inline void Load(const void* rows, std::int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(rows), "r"(stride), "i"(kTile) : "memory");
   }
+  /// TILELOADDT1: into L2 alone, as measured (docs/PERFORMANCE.md).
+  template <int kTile>
+  [[gnu::always_inline]] inline void LoadPassing(const void* rows, std::int64_t stride) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(rows), "r"(stride), "i"(kTile) : "memory");
+  }
   template <int kTile>
   [[gnu::always_inline]] inline void Store(void* rows, std::int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(rows), "r"(stride), "i"(kTile) : "memory");

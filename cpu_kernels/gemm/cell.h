@@ -11,7 +11,7 @@
 //
 // with C[16 a + i][16 b + j] (+)= sum over runs, tiles, pairs p: left_a[i][p] . right_b[p][j]. Once for each tile of the
 // contraction it calls aside.Step(), which does a little of something else meanwhile: prefetch what comes next or, where the
-// vector units are idle, unpack it.
+// vector units are idle, unpack it. Aside::kPassing says which factor is not worth a place in L1.
 //
 // Included by the tier files only, inside their own namespace: everything here is compiled once for each instruction set.
 #pragma once
@@ -37,58 +37,119 @@ struct CellRun {
   std::int64_t length;
 };
 
-/// Walks the lines of a PrefetchRange, a few at each step of the contraction, so that they arrive in L2 while the cell
-/// computes.
+inline int Least(std::int64_t a, std::int64_t b) { return static_cast<int>(a < b ? a : b); }
+
+/// Which factor of a product passes by once while the other one waits in L1: a hint for cells that can load past L1.
+enum class Passing { kNone, kLeft, kRight };
+
+/// Weights on their way to L2: `panels` (at most kMaxCellPanels) from `first_panel` on, along `columns` from `first_column` on.
+struct WeightsAhead {
+  const TileMatrix* weights = nullptr;  ///< null: none
+  std::int64_t first_panel = 0, panels = 0;
+  std::int64_t first_column = 0, columns = 0;
+
+  std::int64_t tiles() const { return weights == nullptr || weights->data == nullptr ? 0 : panels * columns; }
+};
+
+/// Two runs of cache lines.
+struct LinesAhead {
+  const BFloat16* begin[2] = {};
+  std::int64_t lines = 0;  ///< of each
+};
+
+/// Prefetches lines, a few at each step of the contraction, so that they arrive in L2 while the cell computes. The pages of a
+/// superblock's columns, 4 KB of each panel, take turns: while a stream is read the hardware fetches ahead of it, a fixed
+/// distance that lasts longer where several streams advance together.
 class Prefetcher {
  public:
-  Prefetcher(const PrefetchRange& range, std::int64_t steps)
-      : range_(range), lines_per_step_(0), panel_(0), column_(0), line_(nullptr), end_(nullptr) {
-    if (range.weights.data == nullptr) panel_ = range.panels;
-    const std::int64_t lines = (range.panels - panel_) * range.columns * (kTileElements / kLine) + 2 * range.lines;
-    if (steps > 0) lines_per_step_ = static_cast<int>(CeilDiv(lines, steps));
+  /// What the next `steps` bring: `first`, `then`, and other lines, which all outlive them.
+  void Aim(const WeightsAhead& first, const WeightsAhead& then, const LinesAhead& others, std::int64_t steps) {
+    first_ = &first;
+    then_ = &then;
+    others_ = &others;
+    stage_ = 0;
+    column_ = 0;
+    stream_ = streams_ = 0;
+    offset_ = length_ = 0;
+    const std::int64_t lines = (first.tiles() + then.tiles()) * (kTileElements / kLine) + 2 * others.lines;
+    lines_per_step_ = static_cast<int>(CeilDiv(lines, steps > 0 ? steps : 1));
   }
 
   MOESAIC_INLINE void Step() {
     for (int i = 0; i < lines_per_step_; ++i) {
-      if (line_ == end_ && !NextRun()) return;
-      __builtin_prefetch(line_, 0, 2);
-      line_ += kLine;
+      if (stream_ == streams_ && !NextLine()) return;
+      __builtin_prefetch(begin_[stream_++] + offset_, 0, 2);
     }
   }
 
  private:
   static constexpr std::int64_t kLine = 32;  // elements
+  static constexpr std::int64_t kPageTiles = 4;
 
-  [[gnu::noinline]] bool NextRun() {
-    if (panel_ == range_.panels) {
-      if (other_ == 2 || range_.lines == 0) {
-        lines_per_step_ = 0;
-        return false;
+  MOESAIC_INLINE bool NextLine() {
+    stream_ = 0;
+    offset_ += kLine;
+    return offset_ < length_ || NextStreams();
+  }
+
+  [[gnu::noinline]] bool NextStreams() {
+    streams_ = 0;
+    offset_ = 0;
+    for (; stage_ < 2; ++stage_, column_ = 0) {
+      const WeightsAhead& ahead = stage_ == 0 ? *first_ : *then_;
+      if (ahead.tiles() == 0 || column_ >= ahead.columns) continue;
+      std::int64_t tiles = 0;
+      for (std::int64_t panel = 0; panel < ahead.panels; ++panel) {
+        const TileRun run = ahead.weights->RunAlongPanel(ahead.first_panel + panel, ahead.first_column + column_);
+        tiles = run.stride == kTileElements ? Least(run.length, ahead.columns - column_) : 1;
+        for (std::int64_t t = 0; t < tiles; t += kPageTiles) begin_[streams_++] = run.data + t * kTileElements;
       }
-      line_ = range_.others[other_++];
-      end_ = line_ + range_.lines * kLine;
+      column_ += tiles;
+      length_ = Least(tiles, kPageTiles) * kTileElements;
       return true;
     }
-    TileRun run = range_.weights.RunAlongPanel(range_.first_panel + panel_, range_.first_column + column_);
-    if (run.stride != kTileElements) run.length = 1;
-    if (run.length > range_.columns - column_) run.length = range_.columns - column_;
-    line_ = run.data;
-    end_ = run.data + run.length * kTileElements;
-    column_ += run.length;
-    if (column_ == range_.columns) {
-      column_ = 0;
-      ++panel_;
+    length_ = stage_++ == 2 ? others_->lines * kLine : 0;
+    if (length_ == 0) {
+      lines_per_step_ = 0;
+      return false;
     }
+    for (const BFloat16* other : others_->begin) begin_[streams_++] = other;
     return true;
   }
 
-  const PrefetchRange& range_;
-  int lines_per_step_;
-  std::int64_t panel_;
-  std::int64_t column_;
-  int other_ = 0;
-  const BFloat16* line_;
-  const BFloat16* end_;
+  const WeightsAhead *first_ = nullptr, *then_ = nullptr;
+  const LinesAhead* others_ = nullptr;
+  int stage_ = 0;  // first_, then_, others_, nothing
+  int lines_per_step_ = 0;
+  int stream_ = 0, streams_ = 0;
+  std::int64_t offset_ = 0, length_ = 0;  // elements, of each stream
+  std::int64_t column_ = 0;
+  const BFloat16* begin_[kMaxCellPanels * kSuperblock / kPageTiles];
+};
+
+/// The sums that the next product continues, brought to L1 during this one.
+class SumsAhead {
+ public:
+  /// @param first  of `rows` rows of 32 sums; null: none
+  void Aim(const float* first, std::int64_t ldc, int rows) {
+    row_ = first;
+    ldc_ = ldc;
+    left_ = first != nullptr ? rows : 0;
+  }
+
+  MOESAIC_INLINE void Step() {
+    for (int i = 0; i < kRowsPerStep && left_ > 0; ++i, --left_, row_ += ldc_) {
+      __builtin_prefetch(row_, 1, 3);
+      __builtin_prefetch(row_ + kPanelRows, 1, 3);
+    }
+  }
+
+ private:
+  static constexpr int kRowsPerStep = 4;  // 32 rows, two panels', within a slice of 8 tiles
+
+  const float* row_ = nullptr;
+  std::int64_t ldc_ = 0;
+  int left_ = 0;
 };
 
 template <class Cell, int NA, class Aside>
@@ -107,8 +168,6 @@ void Compute(int na, int nb, const CellRun* runs, int count, float* c, std::int6
   }
   ComputeNb<Cell, 1>(nb, runs, count, c, ldc, accumulate, aside);
 }
-
-inline int Least(std::int64_t a, std::int64_t b) { return static_cast<int>(a < b ? a : b); }
 
 /// The stored tiles of a panel from `column` on, before `end`: where they lie, or decoded to `scratch`.
 inline TileRun WeightRun(const TileMatrix& weights, std::int64_t panel, std::int64_t column, std::int64_t end,
@@ -129,6 +188,7 @@ inline const BFloat16* WeightTile(const TileMatrix& weights, std::int64_t panel,
 }
 
 struct NothingAside {
+  static constexpr Passing kPassing = Passing::kNone;
   MOESAIC_INLINE void Step() {}
 };
 

@@ -94,58 +94,97 @@ struct DirectRuns {
   }
 };
 
-/// What piece `piece` of `pieces` brings to L2 meanwhile: `panel`, and more up to `most_panels`, of the part that comes after
-/// it, or where there is none what the next call begins with; and its share of the other lines.
-inline PrefetchRange PieceAhead(const DirectGemmArgs& args, std::span<const SlicePart> after, std::int64_t panel,
-                                std::int64_t most_panels, std::int64_t piece, std::int64_t pieces) {
-  PrefetchRange range = args.prefetch;
-  if (!after.empty()) {
-    range.weights = after[0].segment->weights;
-    range.first_panel = args.first_panel + panel;
-    range.panels = args.panels - panel;
-    range.first_column = after[0].begin;
-    range.columns = after[0].end - after[0].begin;
+/// The first piece of the part of a slice that comes next, `panel` and more up to `most_panels` along `most_columns`; or, where
+/// there is none, of what the next call begins with.
+inline WeightsAhead PieceAhead(const DirectGemmArgs& args, std::span<const SlicePart> next, std::int64_t panel,
+                               std::int64_t most_panels, std::int64_t most_columns) {
+  if (next.empty()) {
+    const PrefetchRange& range = args.prefetch;
+    return {&range.weights, range.first_panel, Least(most_panels, range.panels), range.first_column,
+            Least(most_columns, range.columns)};
   }
-  range.panels = Least(most_panels, range.panels);
-  const std::int64_t first = range.lines * piece / pieces;
-  range.lines = range.lines * (piece + 1) / pieces - first;
-  for (const BFloat16*& other : range.others) {
-    if (other != nullptr) other += first * kTileColumns;
-  }
-  return range;
+  const SlicePart& part = next[0];
+  return {&part.segment->weights, args.first_panel + panel, Least(most_panels, args.panels - panel), part.begin,
+          Least(most_columns, part.end - part.begin)};
 }
+
+/// The other lines of a call's PrefetchRange, a share for each of `pieces`.
+class OthersAhead {
+ public:
+  OthersAhead(const PrefetchRange& range, std::int64_t pieces)
+      : left_(range.lines), share_(CeilDiv(range.lines, pieces > 0 ? pieces : 1)) {
+    next_.begin[0] = range.others[0];
+    next_.begin[1] = range.others[1];
+  }
+
+  const LinesAhead& Next() {
+    if (share_ == 0) return next_;
+    for (const BFloat16*& line : next_.begin) line += next_.lines * kTileColumns;
+    next_.lines = Least(share_, left_);
+    left_ -= next_.lines;
+    return next_;
+  }
+
+ private:
+  LinesAhead next_;
+  std::int64_t left_, share_;
+};
+
+/// What goes on beside a product of the direct form: weights on their way to L2, and the next sums to L1.
+struct DirectAside {
+  static constexpr Passing kPassing = Passing::kRight;
+  Prefetcher weights;
+  SumsAhead sums;
+
+  MOESAIC_INLINE void Step() {
+    weights.Step();
+    sums.Step();
+  }
+};
 
 /// A piece of the direct form, kMaxA panels of the weights along one slice, is multiplied with all activations before the next:
 /// all panels of a slice, then those of the next slice. Cells with slices use them where they meet weights more than once: a
-/// piece stays in L1, the slice of the activations in L2, and the activations stream past in products of one panel. (With
-/// both factors from L2, tile loads alone fill its bandwidth.) All sums of the call then wait in C.
+/// piece stays in L1, the slice of the activations in L2, past L1 for each product. (With both factors from L2, tile loads
+/// alone fill its bandwidth.) All sums of the call then wait in C.
 template <class Cell>
 void DirectGemm(const DirectGemmArgs& args) {
-  const std::int64_t passes = CeilDiv(args.activation_panels, Cell::kMaxB);
+  constexpr int kNb = Cell::kMaxB;
+  const std::int64_t passes = CeilDiv(args.activation_panels, kNb);
   const bool sliced = Cell::kSliceTiles > 0 && passes > 1 && args.panels > 1;
-  const int nb_most = sliced ? 1 : Cell::kMaxB;
+  // Tile loads that meet weights once: these need be no more than a superblock ahead, and with a single panel of activations
+  // the loads bring memory at its full rate by themselves.
+  const bool once = Cell::kVectorsIdle && passes == 1, alone = once && args.activation_panels == 1;
+  const std::int64_t columns_ahead = sliced ? Cell::kSliceTiles : once ? kSuperblock : kMaxRuns * kSuperblock;
   DirectSlices slice(args.segments, sliced ? Cell::kSliceTiles : 0);
-  std::int64_t pieces = 0, piece = 0;
+  std::int64_t pieces = 0;
   for (DirectSlices all = slice; !all.done(); all.Next()) pieces += CeilDiv(args.panels, Cell::kMaxA);
+  OthersAhead others(args.prefetch, pieces);
+  DirectAside aside;
   [[maybe_unused]] const typename Cell::Scope scope;
   for (bool accumulate = args.accumulate; !slice.done(); accumulate = true) {
     DirectSlices next = slice;
     next.Next();
-    for (std::int64_t p = 0; p < args.panels; p += Cell::kMaxA, ++piece) {
+    for (std::int64_t p = 0; p < args.panels; p += Cell::kMaxA) {
       const int na = Least(Cell::kMaxA, args.panels - p);
       const bool last = p + na == args.panels;
-      PrefetchRange ahead =
-          PieceAhead(args, last ? next.parts() : slice.parts(), last ? 0 : p + na, Cell::kMaxA, piece, pieces);
-      if (sliced) ahead.columns = Least(Cell::kSliceTiles, ahead.columns);
-      // Tile loads, of a cell with idle vectors, that meet each weight once bring memory at its full rate by themselves, and
-      // faster alone than beside prefetches: 98 and 82 GB/s with 16 rows on 16 threads, 16 and 14 on one.
-      if (Cell::kVectorsIdle && passes == 1) ahead.weights = {};
-      Prefetcher prefetcher(ahead, slice.size() * CeilDiv(args.activation_panels, nb_most));
-      DirectRuns group(args, slice.parts(), args.first_panel + p, na, nb_most);
-      for (std::int64_t t = 0; t < args.activation_panels; t += nb_most, group.Advance(nb_most)) {
+      WeightsAhead rest, ahead;
+      if (!alone) ahead = PieceAhead(args, last ? next.parts() : slice.parts(), last ? 0 : p + na, Cell::kMaxA, columns_ahead);
+      if (once && !alone) {
+        const SlicePart& part = slice.parts()[0];
+        rest = {&part.segment->weights, args.first_panel + p, na, part.begin + kSuperblock,
+                part.end - part.begin - kSuperblock};
+        if (rest.columns < 0) rest.columns = 0;
+      }
+      aside.weights.Aim(rest, ahead, others.Next(), slice.size() * passes);
+      DirectRuns group(args, slice.parts(), args.first_panel + p, na, kNb);
+      for (std::int64_t t = 0; t < args.activation_panels; t += kNb, group.Advance(kNb)) {
         float* c = args.c + p * kPanelRows * args.ldc + t * kPanelRows;
-        Compute<Cell>(na, Least(nb_most, args.activation_panels - t), group.runs, group.count, c, args.ldc, accumulate,
-                      prefetcher);
+        if (sliced) {
+          const bool same = t + kNb < args.activation_panels;
+          const float* then = same ? c + kNb * kPanelRows : last ? args.c : args.c + (p + na) * kPanelRows * args.ldc;
+          aside.sums.Aim(then, args.ldc, na * kPanelRows);
+        }
+        Compute<Cell>(na, Least(kNb, args.activation_panels - t), group.runs, group.count, c, args.ldc, accumulate, aside);
       }
     }
     slice = next;

@@ -22,6 +22,10 @@ struct EmulatedTiles {
     for (int i = 0; i < 16; ++i) std::memcpy(registers_[kTile] + 16 * i, static_cast<const char*>(rows) + i * stride, 64);
   }
   template <int kTile>
+  void LoadPassing(const void* rows, std::int64_t stride) {
+    Load<kTile>(rows, stride);
+  }
+  template <int kTile>
   void Store(void* rows, std::int64_t stride) {
     for (int i = 0; i < 16; ++i) std::memcpy(static_cast<char*>(rows) + i * stride, registers_[kTile] + 16 * i, 64);
   }

@@ -164,13 +164,14 @@ void FewRowsDirect(const DirectGemmArgs& args) {
   for (const GemmSegment& segment : args.segments) steps += segment.weights.columns;
   steps *= CeilDiv(rows, kFewRowsGroup) * (rows == 1 ? 1 : rows == 2 ? 2 : 4);
   const DirectSlices whole(args.segments, 0);
-  const std::int64_t pieces = CeilDiv(args.panels, 2);
+  OthersAhead others(args.prefetch, CeilDiv(args.panels, 2));
   for (std::int64_t p = 0; p < args.panels; p += 2) {
     const int panels = Least(2, args.panels - p);
     const bool last = p + panels == args.panels;
-    const PrefetchRange ahead =
-        PieceAhead(args, last ? std::span<const SlicePart>() : whole.parts(), p + panels, 2, p / 2, pieces);
-    Prefetcher prefetcher(ahead, steps * panels);
+    const WeightsAhead nothing,
+        ahead = PieceAhead(args, last ? std::span<const SlicePart>() : whole.parts(), p + panels, 2, kMaxRuns * kSuperblock);
+    Prefetcher prefetcher;
+    prefetcher.Aim(nothing, ahead, others.Next(), steps * panels);
     alignas(64) FewRowsSums sums[2][kMostFewRows];
     std::memset(sums, 0, sizeof(sums));
     FewRowsUnit units[kFewRowsUnits];

@@ -85,7 +85,7 @@ class ColumnTiles {
   }
 
   /// Decoded to `scratch` where it is compressed; null: there is no scratch for it.
-  const BFloat16* Next(BFloat16* scratch) {
+  [[gnu::noinline]] const BFloat16* Next(BFloat16* scratch) {
     alignas(64) static constexpr BFloat16 kZeros[kTileElements] = {};
     while (panel_ >= Panels()) {
       ++segment_;
@@ -106,24 +106,125 @@ class ColumnTiles {
   std::size_t segment_ = 0;
 };
 
+/// Results of a product that are rounded and written to their rows beside the next one, a few at each step: a store waits for
+/// the last product of its sum.
+class RowsLater {
+ public:
+  /// @param rows   of `out` from c[0] to c[(rows - 1) * ldc], each kTileColumns wide from element `first` of its row on
+  /// @param steps  until they should be written; they may not be overwritten before Finish or FinishAt
+  void Begin(const float* c, std::int64_t ldc, int rows, BFloat16* const* out, std::int64_t first, std::int64_t steps) {
+    Finish();
+    begin_ = c;
+    c_ = c;
+    ldc_ = ldc;
+    out_ = out;
+    first_ = first;
+    left_ = rows;
+    rows_per_step_ = static_cast<int>(CeilDiv(rows, steps));
+  }
+
+  MOESAIC_INLINE void Step() {
+    if (left_ > 0) Write(rows_per_step_);
+  }
+
+  void Finish() { Write(left_); }
+  /// Before the sums at `c` are overwritten.
+  void FinishAt(const float* c) {
+    if (c == begin_) Finish();
+  }
+
+ private:
+  MOESAIC_INLINE void Write(int rows) {
+    if (rows > left_) rows = left_;
+    ScatterRows(c_, ldc_, rows, kTileColumns, out_, first_);
+    c_ += rows * ldc_;
+    out_ += rows;
+    left_ -= rows;
+  }
+
+  const float *begin_ = nullptr, *c_ = nullptr;
+  std::int64_t ldc_ = 0, first_ = 0;
+  BFloat16* const* out_ = nullptr;
+  int left_ = 0, rows_per_step_ = 0;
+};
+
+/// Brings stored tiles to L2 in the order of the columns. The lines of 16 of them take turns: each lies in a page of its own,
+/// of which the hardware then fetches ahead (Prefetcher).
+class TilesAhead {
+ public:
+  /// @param from  the first column, or slice of one
+  TilesAhead(const UnpackGemmArgs& args, const ColumnOrder& from) : args_(args), at_(from), tiles_(args, from) {
+    BeginColumn();
+  }
+
+  MOESAIC_INLINE void Step(int lines) {
+    for (int i = 0; i < lines; ++i) {
+      if (next_ == count_ && !NextLine()) return;
+      __builtin_prefetch(tile_[next_++] + line_, 0, 2);
+    }
+  }
+
+ private:
+  static constexpr int kMost = 16;
+
+  MOESAIC_INLINE bool NextLine() {
+    next_ = 0;
+    line_ += kTileColumns;
+    return line_ < kTileElements || NextTiles();
+  }
+
+  [[gnu::noinline]] bool NextTiles() {
+    count_ = 0;
+    line_ = kTileElements;
+    while (count_ < kMost && !at_.done()) {
+      if (left_ == 0) {
+        at_.Next();
+        BeginColumn();
+        continue;
+      }
+      --left_;
+      const BFloat16* tile = tiles_.Next(nullptr);
+      if (tile != nullptr) tile_[count_++] = tile;
+    }
+    if (count_ > 0) line_ = 0;
+    return count_ > 0;
+  }
+
+  void BeginColumn() {
+    left_ = at_.done() ? 0 : 2 * at_.slice().size();
+    if (!at_.done()) tiles_ = ColumnTiles(args_, at_);
+  }
+
+  const UnpackGemmArgs& args_;
+  ColumnOrder at_;
+  ColumnTiles tiles_;
+  std::int64_t left_ = 0;
+  int next_ = 0, count_ = 0;
+  std::int64_t line_ = kTileElements;
+  const BFloat16* tile_[kMost];
+};
+
 /// Lays a slice of one tile column of the weights out as two panels of right tiles, `low` for its columns 0..15 and `high`
-/// for 16..31, in units of a quarter of a tile, a few at each step, and prefetches what comes after it. (A share of the
-/// next two, four or eight columns instead, to read memory in longer runs, was no faster at any number of rows.)
+/// for 16..31, in units of half a tile, a few at each step, and prefetches as much of what comes after it. (A share of
+/// the next two, four or eight columns instead, to read memory in longer runs, was no faster at any number of rows.)
 class ColumnUnpacker {
  public:
-  static constexpr int kUnits = 4;  ///< of a tile
+  static constexpr Passing kPassing = Passing::kLeft;
+  static constexpr int kUnits = 2;  ///< of a tile
 
-  /// @param at     nothing to do where it is done
-  /// @param ahead  what comes after `at`
-  ColumnUnpacker(const UnpackGemmArgs& args, const ColumnOrder& at, const ColumnOrder& ahead, std::int64_t steps,
-                 BFloat16* right)
+  /// @param at  nothing to do where it is done
+  ColumnUnpacker(const UnpackGemmArgs& args, const ColumnOrder& at, std::int64_t steps, BFloat16* right, TilesAhead& ahead,
+                 RowsLater& results)
       : tiles_(args, at),
-        ahead_tiles_(args, ahead),
-        ahead_left_(ahead.done() ? 0 : 2 * ahead.slice().size()),
+        ahead_(ahead),
+        results_(results),
         low_(right),
         high_(right + at.slice().size() * kTileElements),
         units_left_(at.done() ? 0 : 2 * at.slice().size() * kUnits),
         units_per_1024_steps_(CeilDiv(1024 * units_left_, steps > 0 ? steps : 1)) {}
+
+  SumsAhead& sums() { return sums_; }
+  RowsLater& results() { return results_; }
 
   MOESAIC_INLINE void Step() {
     credit_ += units_per_1024_steps_;
@@ -131,6 +232,8 @@ class ColumnUnpacker {
       credit_ -= 1024;
       Unit();
     }
+    sums_.Step();
+    results_.Step();
   }
 
   void Finish() {
@@ -140,50 +243,41 @@ class ColumnUnpacker {
  private:
   MOESAIC_INLINE void Unit() {
     constexpr std::int64_t kElements = kTileElements / kUnits;
-    if (unit_ % kUnits == 0) NextTile();
+    if (unit_ % kUnits == 0) tile_ = tiles_.Next(decoded_);
     const std::int64_t from = unit_ % kUnits * kElements;
     // Two stored tiles make one right tile: 8 row pairs each.
-    const std::int64_t to = unit_ / 2 * kElements + unit_ % 2 * (kElements / 2);
+    const std::int64_t to = unit_ * (kElements / 2);
     InterleaveRowPairs<kPanelRows / 2 / kUnits>(tile_ + from, low_ + to, high_ + to);
-    if (ahead_ != nullptr) {
-      for (std::int64_t line = 0; line < kElements; line += kTileColumns) __builtin_prefetch(ahead_ + from + line, 0, 2);
-    }
+    ahead_.Step(static_cast<int>(kElements / kTileColumns));
     ++unit_;
     --units_left_;
   }
 
-  [[gnu::noinline]] void NextTile() {
-    tile_ = tiles_.Next(decoded_);
-    ahead_ = ahead_left_-- > 0 ? ahead_tiles_.Next(nullptr) : nullptr;
-  }
-
-  ColumnTiles tiles_, ahead_tiles_;
-  std::int64_t ahead_left_;
+  ColumnTiles tiles_;
+  TilesAhead& ahead_;
+  RowsLater& results_;
+  SumsAhead sums_;
   BFloat16* low_;
   BFloat16* high_;
   std::int64_t units_left_, units_per_1024_steps_, credit_ = 0, unit_ = 0;
   const BFloat16* tile_ = nullptr;
-  const BFloat16* ahead_ = nullptr;
   alignas(64) BFloat16 decoded_[kTileElements];
 };
 
-/// Left panels of a cell of the unpack form: a slice's two right panels that stay in L1 meet them one by one.
-template <class Cell>
-int UnpackPanels(const ColumnOrder& at) {
-  return Cell::kSliceTiles > 0 && at.depth() <= Cell::kSliceTiles ? 1 : Cell::kMaxA;
-}
-
-/// A slice of one tile column of C from its unpacked right panels, all rows.
+/// A slice of one tile column of C from its unpacked right panels, all rows. With an aside that takes them, results of a
+/// sliced contraction are written later, and the next sums come to L1.
 template <class Cell, class Aside>
-void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const BFloat16* right, Aside& aside) {
+void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const ColumnOrder& next, const BFloat16* right,
+                    Aside& aside) {
   static_assert(Cell::kMaxB >= 2);
   const Slice& slice = at.slice();
   const bool to_rows = args.rows != nullptr && at.last_slice();
-  const std::int64_t offset = args.rows != nullptr ? at.offset() : at.column() - args.first_column;
+  const auto sums_of = [&](const ColumnOrder& column) {
+    return args.c + (args.rows != nullptr ? column.offset() : column.column() - args.first_column) * kTileColumns;
+  };
   CellRun runs[8];
-  const int na_most = UnpackPanels<Cell>(at);
-  for (std::int64_t p = 0; p < args.panels; p += na_most) {
-    const int na = Least(na_most, args.panels - p);
+  for (std::int64_t p = 0; p < args.panels; p += Cell::kMaxA) {
+    const int na = Least(Cell::kMaxA, args.panels - p);
     int count = 0;
     std::int64_t first = 0;
     for (const GemmSegment& segment : args.segments) {
@@ -201,10 +295,27 @@ void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const BFl
     }
     alignas(64) float block[Cell::kMaxA * kPanelRows * kTileColumns];
     const bool in_c = args.rows == nullptr || at.sliced();
-    float* c = in_c ? args.c + p * kPanelRows * args.ldc + offset * kTileColumns : block;
+    float* c = in_c ? sums_of(at) + p * kPanelRows * args.ldc : block;
     const std::int64_t ldc = in_c ? args.ldc : kTileColumns;
+    if constexpr (Cell::kVectorsIdle) {
+      aside.results().FinishAt(c);
+      if (at.sliced()) {
+        const float* then = c + na * kPanelRows * ldc;
+        if (p + na == args.panels) then = next.done() ? nullptr : sums_of(next);
+        aside.sums().Aim(then, ldc, na * kPanelRows);
+      }
+    }
     Compute<Cell>(na, 2, runs, count, c, ldc, args.accumulate || slice.begin > 0, aside);
-    if (to_rows) ScatterRows(c, ldc, na * 16, 32, args.rows + p * kPanelRows, at.column() * kTileColumns);
+    if (!to_rows) continue;
+    BFloat16* const* rows = args.rows + p * kPanelRows;
+    const std::int64_t element = at.column() * kTileColumns;
+    if constexpr (Cell::kVectorsIdle) {
+      if (in_c) {
+        aside.results().Begin(c, ldc, na * 16, rows, element, slice.size());
+        continue;
+      }
+    }
+    ScatterRows(c, ldc, na * 16, kTileColumns, rows, element);
   }
 }
 
@@ -212,13 +323,16 @@ void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const BFl
 /// kLead steps before its only use, column after column.
 class UnpackRing {
  public:
+  static constexpr Passing kPassing = Passing::kLeft;
   static constexpr std::int64_t kPairs = 4;  ///< 8 KB
   static constexpr int kLead = 2;
   static constexpr int kMostRuns = 256;
+  static constexpr int kLinesAhead = 256;
 
   /// @param args  without depth
   explicit UnpackRing(const UnpackGemmArgs& args)
-      : args_(args), at_(args), tiles_(args, at_), left_(at_.done() ? 0 : at_.depth()) {
+      : args_(args), at_(args), tiles_(args, at_), ahead_(args, at_), left_(at_.done() ? 0 : at_.depth()) {
+    ahead_.Step(kLinesAhead);
     for (int i = 0; i < kLead; ++i) Step();
   }
 
@@ -236,6 +350,7 @@ class UnpackRing {
     for (std::int64_t half = 0; half < kTileElements; half += kTileElements / 2) {
       InterleaveRowPairs<kPanelRows / 2>(tiles_.Next(decoded_), low + half, high + half);
     }
+    ahead_.Step(2 * kTileElements / kTileColumns);
     written_ = (written_ + 1) % kPairs;
     if (--left_ == 0) NextColumn();
   }
@@ -278,6 +393,7 @@ class UnpackRing {
   const UnpackGemmArgs& args_;
   ColumnOrder at_;
   ColumnTiles tiles_;
+  TilesAhead ahead_;
   std::int64_t left_, written_ = 0;
   std::int64_t begin_ = 0, runs_begin_ = -1, length_ = 0;
   int count_ = 0;
@@ -315,20 +431,21 @@ void UnpackGemm(const UnpackGemmArgs& args) {
   next.Next();
   BFloat16* right = args.scratch;
   BFloat16* next_right = right + 2 * now.depth() * kTileElements;
-  ColumnUnpacker(args, now, next, 1, right).Finish();
+  TilesAhead tiles_ahead(args, next);
+  RowsLater results;
+  ColumnUnpacker(args, now, 1, right, tiles_ahead, results).Finish();
   for (; !now.done(); now = next, next.Next(), std::swap(right, next_right)) {
-    ColumnOrder ahead = next;
-    ahead.Next();
-    const std::int64_t passes = CeilDiv(args.panels, UnpackPanels<Cell>(now));
-    ColumnUnpacker unpacker(args, next, ahead, now.slice().size() * passes, next_right);
+    const std::int64_t passes = CeilDiv(args.panels, Cell::kMaxA);
+    ColumnUnpacker unpacker(args, next, now.slice().size() * passes, next_right, tiles_ahead, results);
     if constexpr (Cell::kVectorsIdle) {
-      UnpackedColumn<Cell>(args, now, right, unpacker);
+      UnpackedColumn<Cell>(args, now, next, right, unpacker);
     } else {
       NothingAside nothing;
-      UnpackedColumn<Cell>(args, now, right, nothing);
+      UnpackedColumn<Cell>(args, now, next, right, nothing);
     }
     unpacker.Finish();
   }
+  results.Finish();
   if (args.rows != nullptr) StreamFence();
 }
 
