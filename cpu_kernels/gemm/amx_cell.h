@@ -24,8 +24,8 @@ struct AmxCell {
   using Product = void;
   using Scope = typename Tiles::Scope;
 
-  /// Two panels of so many tiles, 16 KB, stay in L1 even where another hardware thread has its half.
-  static constexpr std::int64_t kSliceTiles = 8;
+  /// Two panels of so many tiles, 32 KB, stay in L1 while the other factor passes.
+  static constexpr std::int64_t kSliceTiles = 16;
 
   // Registers: C in 0..3, left factors in 4 and 5, the right one in 6. No more than a step needs: two hardware threads of a
   // core share its physical tile registers, and with all eight names of both in use next to none is left to load ahead into.
@@ -59,9 +59,9 @@ struct AmxCell {
         }
         if constexpr (NA == 2 && NB == 2) tiles.template MultiplyAdd<2, 5, 6>();
         if constexpr (NB == 2) {
-          LoadRight<7, Aside>(tiles, b1 + k * run.b_stride);
-          tiles.template MultiplyAdd<1, 4, 7>();
-          if constexpr (NA == 2) tiles.template MultiplyAdd<3, 5, 7>();
+          LoadRight<6, Aside>(tiles, b1 + k * run.b_stride);
+          tiles.template MultiplyAdd<1, 4, 6>();
+          if constexpr (NA == 2) tiles.template MultiplyAdd<3, 5, 6>();
         }
         aside.Step();
       }

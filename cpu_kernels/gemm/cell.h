@@ -57,11 +57,13 @@ struct LinesAhead {
   std::int64_t lines = 0;  ///< of each
 };
 
-/// Prefetches lines, a few at each step of the contraction, so that they arrive in L2 while the cell computes. The pages of a
-/// superblock's columns, 4 KB of each panel, take turns: while a stream is read the hardware fetches ahead of it, a fixed
+/// Prefetches lines, a few at each step of the contraction, so that they arrive in L2 while the cell computes. Eight pages or
+/// more of the weights, 4 KB each, take turns: while a stream is read the hardware fetches ahead of it, a fixed
 /// distance that lasts longer where several streams advance together.
 class Prefetcher {
  public:
+  static constexpr Passing kPassing = Passing::kRight;
+
   /// What the next `steps` bring: `first`, `then`, and other lines, which all outlive them.
   void Aim(const WeightsAhead& first, const WeightsAhead& then, const LinesAhead& others, std::int64_t steps) {
     first_ = &first;
@@ -85,6 +87,8 @@ class Prefetcher {
  private:
   static constexpr std::int64_t kLine = 32;  // elements
   static constexpr std::int64_t kPageTiles = 4;
+  static constexpr int kFewStreams = 8;
+  static constexpr int kMostStreams = kFewStreams + kMaxCellPanels * kSuperblock / kPageTiles;
 
   MOESAIC_INLINE bool NextLine() {
     stream_ = 0;
@@ -98,14 +102,8 @@ class Prefetcher {
     for (; stage_ < 2; ++stage_, column_ = 0) {
       const WeightsAhead& ahead = stage_ == 0 ? *first_ : *then_;
       if (ahead.tiles() == 0 || column_ >= ahead.columns) continue;
-      std::int64_t tiles = 0;
-      for (std::int64_t panel = 0; panel < ahead.panels; ++panel) {
-        const TileRun run = ahead.weights->RunAlongPanel(ahead.first_panel + panel, ahead.first_column + column_);
-        tiles = run.stride == kTileElements ? Least(run.length, ahead.columns - column_) : 1;
-        for (std::int64_t t = 0; t < tiles; t += kPageTiles) begin_[streams_++] = run.data + t * kTileElements;
-      }
-      column_ += tiles;
-      length_ = Least(tiles, kPageTiles) * kTileElements;
+      length_ = Least(ahead.columns - column_, kPageTiles) * kTileElements;
+      while (column_ < ahead.columns && streams_ < kFewStreams) column_ += AddStreams(ahead);
       return true;
     }
     length_ = stage_++ == 2 ? others_->lines * kLine : 0;
@@ -117,6 +115,17 @@ class Prefetcher {
     return true;
   }
 
+  /// Of a superblock's columns from column_ on; returns how many.
+  std::int64_t AddStreams(const WeightsAhead& ahead) {
+    std::int64_t tiles = 0;
+    for (std::int64_t panel = 0; panel < ahead.panels; ++panel) {
+      const TileRun run = ahead.weights->RunAlongPanel(ahead.first_panel + panel, ahead.first_column + column_);
+      tiles = run.stride == kTileElements ? Least(run.length, ahead.columns - column_) : 1;
+      for (std::int64_t t = 0; t < tiles; t += kPageTiles) begin_[streams_++] = run.data + t * kTileElements;
+    }
+    return tiles;
+  }
+
   const WeightsAhead *first_ = nullptr, *then_ = nullptr;
   const LinesAhead* others_ = nullptr;
   int stage_ = 0;  // first_, then_, others_, nothing
@@ -124,32 +133,7 @@ class Prefetcher {
   int stream_ = 0, streams_ = 0;
   std::int64_t offset_ = 0, length_ = 0;  // elements, of each stream
   std::int64_t column_ = 0;
-  const BFloat16* begin_[kMaxCellPanels * kSuperblock / kPageTiles];
-};
-
-/// The sums that the next product continues, brought to L1 during this one.
-class SumsAhead {
- public:
-  /// @param first  of `rows` rows of 32 sums; null: none
-  void Aim(const float* first, std::int64_t ldc, int rows) {
-    row_ = first;
-    ldc_ = ldc;
-    left_ = first != nullptr ? rows : 0;
-  }
-
-  MOESAIC_INLINE void Step() {
-    for (int i = 0; i < kRowsPerStep && left_ > 0; ++i, --left_, row_ += ldc_) {
-      __builtin_prefetch(row_, 1, 3);
-      __builtin_prefetch(row_ + kPanelRows, 1, 3);
-    }
-  }
-
- private:
-  static constexpr int kRowsPerStep = 4;  // 32 rows, two panels', within a slice of 8 tiles
-
-  const float* row_ = nullptr;
-  std::int64_t ldc_ = 0;
-  int left_ = 0;
+  const BFloat16* begin_[kMostStreams];
 };
 
 template <class Cell, int NA, class Aside>

@@ -130,27 +130,15 @@ class OthersAhead {
   std::int64_t left_, share_;
 };
 
-/// What goes on beside a product of the direct form: weights on their way to L2, and the next sums to L1.
-struct DirectAside {
-  static constexpr Passing kPassing = Passing::kRight;
-  Prefetcher weights;
-  SumsAhead sums;
-
-  MOESAIC_INLINE void Step() {
-    weights.Step();
-    sums.Step();
-  }
-};
-
 /// A piece of the direct form, kMaxA panels of the weights along one slice, is multiplied with all activations before the next:
 /// all panels of a slice, then those of the next slice. Cells with slices use them where they meet weights more than once: a
 /// piece stays in L1, the slice of the activations in L2, past L1 for each product. (With both factors from L2, tile loads
 /// alone fill its bandwidth.) All sums of the call then wait in C.
 template <class Cell>
 void DirectGemm(const DirectGemmArgs& args) {
-  constexpr int kNb = Cell::kMaxB;
-  const std::int64_t passes = CeilDiv(args.activation_panels, kNb);
-  const bool sliced = Cell::kSliceTiles > 0 && passes > 1 && args.panels > 1;
+  const bool sliced = Cell::kSliceTiles > 0 && args.activation_panels > Cell::kMaxB && args.panels > 1;
+  const int nb_most = sliced ? 1 : Cell::kMaxB;
+  const std::int64_t passes = CeilDiv(args.activation_panels, nb_most);
   // Tile loads that meet weights once: these need be no more than a superblock ahead, and with a single panel of activations
   // the loads bring memory at its full rate by themselves.
   const bool once = Cell::kVectorsIdle && passes == 1, alone = once && args.activation_panels == 1;
@@ -159,7 +147,7 @@ void DirectGemm(const DirectGemmArgs& args) {
   std::int64_t pieces = 0;
   for (DirectSlices all = slice; !all.done(); all.Next()) pieces += CeilDiv(args.panels, Cell::kMaxA);
   OthersAhead others(args.prefetch, pieces);
-  DirectAside aside;
+  Prefetcher prefetcher;
   [[maybe_unused]] const typename Cell::Scope scope;
   for (bool accumulate = args.accumulate; !slice.done(); accumulate = true) {
     DirectSlices next = slice;
@@ -175,16 +163,12 @@ void DirectGemm(const DirectGemmArgs& args) {
                 part.end - part.begin - kSuperblock};
         if (rest.columns < 0) rest.columns = 0;
       }
-      aside.weights.Aim(rest, ahead, others.Next(), slice.size() * passes);
-      DirectRuns group(args, slice.parts(), args.first_panel + p, na, kNb);
-      for (std::int64_t t = 0; t < args.activation_panels; t += kNb, group.Advance(kNb)) {
+      prefetcher.Aim(rest, ahead, others.Next(), slice.size() * passes);
+      DirectRuns group(args, slice.parts(), args.first_panel + p, na, nb_most);
+      for (std::int64_t t = 0; t < args.activation_panels; t += nb_most, group.Advance(nb_most)) {
         float* c = args.c + p * kPanelRows * args.ldc + t * kPanelRows;
-        if (sliced) {
-          const bool same = t + kNb < args.activation_panels;
-          const float* then = same ? c + kNb * kPanelRows : last ? args.c : args.c + (p + na) * kPanelRows * args.ldc;
-          aside.sums.Aim(then, args.ldc, na * kPanelRows);
-        }
-        Compute<Cell>(na, Least(kNb, args.activation_panels - t), group.runs, group.count, c, args.ldc, accumulate, aside);
+        Compute<Cell>(na, Least(nb_most, args.activation_panels - t), group.runs, group.count, c, args.ldc, accumulate,
+                      prefetcher);
       }
     }
     slice = next;

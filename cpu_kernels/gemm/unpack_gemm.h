@@ -106,48 +106,6 @@ class ColumnTiles {
   std::size_t segment_ = 0;
 };
 
-/// Results of a product that are rounded and written to their rows beside the next one, a few at each step: a store waits for
-/// the last product of its sum.
-class RowsLater {
- public:
-  /// @param rows   of `out` from c[0] to c[(rows - 1) * ldc], each kTileColumns wide from element `first` of its row on
-  /// @param steps  until they should be written; they may not be overwritten before Finish or FinishAt
-  void Begin(const float* c, std::int64_t ldc, int rows, BFloat16* const* out, std::int64_t first, std::int64_t steps) {
-    Finish();
-    begin_ = c;
-    c_ = c;
-    ldc_ = ldc;
-    out_ = out;
-    first_ = first;
-    left_ = rows;
-    rows_per_step_ = static_cast<int>(CeilDiv(rows, steps));
-  }
-
-  MOESAIC_INLINE void Step() {
-    if (left_ > 0) Write(rows_per_step_);
-  }
-
-  void Finish() { Write(left_); }
-  /// Before the sums at `c` are overwritten.
-  void FinishAt(const float* c) {
-    if (c == begin_) Finish();
-  }
-
- private:
-  MOESAIC_INLINE void Write(int rows) {
-    if (rows > left_) rows = left_;
-    ScatterRows(c_, ldc_, rows, kTileColumns, out_, first_);
-    c_ += rows * ldc_;
-    out_ += rows;
-    left_ -= rows;
-  }
-
-  const float *begin_ = nullptr, *c_ = nullptr;
-  std::int64_t ldc_ = 0, first_ = 0;
-  BFloat16* const* out_ = nullptr;
-  int left_ = 0, rows_per_step_ = 0;
-};
-
 /// Brings stored tiles to L2 in the order of the columns. The lines of 16 of them take turns: each lies in a page of its own,
 /// of which the hardware then fetches ahead (Prefetcher).
 class TilesAhead {
@@ -213,18 +171,13 @@ class ColumnUnpacker {
   static constexpr int kUnits = 2;  ///< of a tile
 
   /// @param at  nothing to do where it is done
-  ColumnUnpacker(const UnpackGemmArgs& args, const ColumnOrder& at, std::int64_t steps, BFloat16* right, TilesAhead& ahead,
-                 RowsLater& results)
+  ColumnUnpacker(const UnpackGemmArgs& args, const ColumnOrder& at, std::int64_t steps, BFloat16* right, TilesAhead& ahead)
       : tiles_(args, at),
         ahead_(ahead),
-        results_(results),
         low_(right),
         high_(right + at.slice().size() * kTileElements),
         units_left_(at.done() ? 0 : 2 * at.slice().size() * kUnits),
         units_per_1024_steps_(CeilDiv(1024 * units_left_, steps > 0 ? steps : 1)) {}
-
-  SumsAhead& sums() { return sums_; }
-  RowsLater& results() { return results_; }
 
   MOESAIC_INLINE void Step() {
     credit_ += units_per_1024_steps_;
@@ -232,8 +185,6 @@ class ColumnUnpacker {
       credit_ -= 1024;
       Unit();
     }
-    sums_.Step();
-    results_.Step();
   }
 
   void Finish() {
@@ -255,8 +206,6 @@ class ColumnUnpacker {
 
   ColumnTiles tiles_;
   TilesAhead& ahead_;
-  RowsLater& results_;
-  SumsAhead sums_;
   BFloat16* low_;
   BFloat16* high_;
   std::int64_t units_left_, units_per_1024_steps_, credit_ = 0, unit_ = 0;
@@ -264,20 +213,23 @@ class ColumnUnpacker {
   alignas(64) BFloat16 decoded_[kTileElements];
 };
 
-/// A slice of one tile column of C from its unpacked right panels, all rows. With an aside that takes them, results of a
-/// sliced contraction are written later, and the next sums come to L1.
+/// Left panels of a cell of the unpack form: a slice's two right panels that stay in L1 meet them one by one.
+template <class Cell>
+int UnpackPanels(const ColumnOrder& at) {
+  return Cell::kSliceTiles > 0 && at.depth() <= Cell::kSliceTiles ? 1 : Cell::kMaxA;
+}
+
+/// A slice of one tile column of C from its unpacked right panels, all rows.
 template <class Cell, class Aside>
-void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const ColumnOrder& next, const BFloat16* right,
-                    Aside& aside) {
+void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const BFloat16* right, Aside& aside) {
   static_assert(Cell::kMaxB >= 2);
   const Slice& slice = at.slice();
   const bool to_rows = args.rows != nullptr && at.last_slice();
-  const auto sums_of = [&](const ColumnOrder& column) {
-    return args.c + (args.rows != nullptr ? column.offset() : column.column() - args.first_column) * kTileColumns;
-  };
+  const std::int64_t offset = args.rows != nullptr ? at.offset() : at.column() - args.first_column;
   CellRun runs[8];
-  for (std::int64_t p = 0; p < args.panels; p += Cell::kMaxA) {
-    const int na = Least(Cell::kMaxA, args.panels - p);
+  const int na_most = UnpackPanels<Cell>(at);
+  for (std::int64_t p = 0; p < args.panels; p += na_most) {
+    const int na = Least(na_most, args.panels - p);
     int count = 0;
     std::int64_t first = 0;
     for (const GemmSegment& segment : args.segments) {
@@ -295,27 +247,10 @@ void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const Col
     }
     alignas(64) float block[Cell::kMaxA * kPanelRows * kTileColumns];
     const bool in_c = args.rows == nullptr || at.sliced();
-    float* c = in_c ? sums_of(at) + p * kPanelRows * args.ldc : block;
+    float* c = in_c ? args.c + p * kPanelRows * args.ldc + offset * kTileColumns : block;
     const std::int64_t ldc = in_c ? args.ldc : kTileColumns;
-    if constexpr (Cell::kVectorsIdle) {
-      aside.results().FinishAt(c);
-      if (at.sliced()) {
-        const float* then = c + na * kPanelRows * ldc;
-        if (p + na == args.panels) then = next.done() ? nullptr : sums_of(next);
-        aside.sums().Aim(then, ldc, na * kPanelRows);
-      }
-    }
     Compute<Cell>(na, 2, runs, count, c, ldc, args.accumulate || slice.begin > 0, aside);
-    if (!to_rows) continue;
-    BFloat16* const* rows = args.rows + p * kPanelRows;
-    const std::int64_t element = at.column() * kTileColumns;
-    if constexpr (Cell::kVectorsIdle) {
-      if (in_c) {
-        aside.results().Begin(c, ldc, na * 16, rows, element, slice.size());
-        continue;
-      }
-    }
-    ScatterRows(c, ldc, na * 16, kTileColumns, rows, element);
+    if (to_rows) ScatterRows(c, ldc, na * 16, 32, args.rows + p * kPanelRows, at.column() * kTileColumns);
   }
 }
 
@@ -432,20 +367,18 @@ void UnpackGemm(const UnpackGemmArgs& args) {
   BFloat16* right = args.scratch;
   BFloat16* next_right = right + 2 * now.depth() * kTileElements;
   TilesAhead tiles_ahead(args, next);
-  RowsLater results;
-  ColumnUnpacker(args, now, 1, right, tiles_ahead, results).Finish();
+  ColumnUnpacker(args, now, 1, right, tiles_ahead).Finish();
   for (; !now.done(); now = next, next.Next(), std::swap(right, next_right)) {
-    const std::int64_t passes = CeilDiv(args.panels, Cell::kMaxA);
-    ColumnUnpacker unpacker(args, next, now.slice().size() * passes, next_right, tiles_ahead, results);
+    const std::int64_t passes = CeilDiv(args.panels, UnpackPanels<Cell>(now));
+    ColumnUnpacker unpacker(args, next, now.slice().size() * passes, next_right, tiles_ahead);
     if constexpr (Cell::kVectorsIdle) {
-      UnpackedColumn<Cell>(args, now, next, right, unpacker);
+      UnpackedColumn<Cell>(args, now, right, unpacker);
     } else {
       NothingAside nothing;
-      UnpackedColumn<Cell>(args, now, next, right, nothing);
+      UnpackedColumn<Cell>(args, now, right, nothing);
     }
     unpacker.Finish();
   }
-  results.Finish();
   if (args.rows != nullptr) StreamFence();
 }
 
