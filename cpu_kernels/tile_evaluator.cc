@@ -60,6 +60,9 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   // Every step is timed: four blocks together open a quarter of the ranges.
   const std::int64_t step_bytes = query.matrix_unit ? kMostStepBytes : kStepBytes;
   blocking.blocks_per_step = std::clamp<std::int64_t>(step_bytes / (256 * std::max<std::int64_t>(query.rows, 1)), 1, 4);
+  const std::int64_t gradient_bytes = std::min(kGradientBytes, HostCaches().l2 / 8);
+  blocking.gradient_columns = std::clamp<std::int64_t>(
+      gradient_bytes / (64 * CeilDivide(std::max<std::int64_t>(query.rows, 1), 32) * 32), 4, kMostGradientColumns);
   // The longest contraction is that of gate and up, in backward.
   blocking.unpack_depth =
       UnpackSlice(query.matrix_unit, CeilDivide(query.intermediate, 16), CeilDivide(query.rows, 16), HostCaches().l2);

@@ -45,7 +45,8 @@ struct Blocking {
   std::int64_t tokens_per_merge;             ///< tokens that one merge task adds up, >= 1
   std::int64_t tail_jobs = 0;                ///< the last jobs, which are cut finer so that no core idles while others finish
   std::int64_t tail_parts = 1;               ///< how many times finer
-  std::int64_t gradient_columns = 4;         ///< tile columns of X or dO whose row pairs are in cache at a time, 1 to 4
+  std::int64_t gradient_columns = 4;         ///< tile columns of X or dO whose row pairs are in cache at a time, 1 to
+                                             ///< kMostGradientColumns
   std::int64_t blocks_per_step = 1;  ///< blocks of 32 rows of I whose products are computed before their activations, >= 1
   std::int64_t unpack_depth = 0;  ///< right tiles (32) of the unpack form's contraction that are taken at a time, a multiple of
                                   ///< 8; 0: all
@@ -65,6 +66,10 @@ inline constexpr std::int64_t kIntermediateUnit = 128;
 /// Bytes of the sums of a step's blocks, gate and up, where those are several. More with slices of the contraction: a slice of
 /// the activations stays in L2 while all blocks pass by.
 inline constexpr std::int64_t kStepBytes = std::int64_t{64} << 10, kMostStepBytes = std::int64_t{256} << 10;
+
+/// Blocking::gradient_columns, and bytes of their row pairs, at most: an eighth of L2. A row's piece of many columns is fetched
+/// ahead, one of 256 bytes hardly: with 64 rows and 4 columns packing took three times as long, with 256 rows twice.
+inline constexpr std::int64_t kMostGradientColumns = 16, kGradientBytes = std::int64_t{256} << 10;
 
 /// Blocking::unpack_depth for a contraction of so many right tiles with so many panels of activations. A matrix unit takes what
 /// stays in L1 as right factors, where those meet more than one cell's rows. Elsewhere a slice's activations, 1 KB for a panel

@@ -132,7 +132,9 @@ std::int64_t Pass::StageScratchBytes() const {
   // The low rank products hold two fp32 blocks of [rows][rank]; those of a step's blocks of I, 32 fp32 columns each with a
   // cache line more a row and three times as many in bf16; those of slices, the sums of a superblock of columns.
   const std::int64_t steps = 384 * std::max(most_rows, kMostStepBytes / 256);
-  return unpacked + std::max({8 * rank * most_rows, steps, 4 * kSumsPitch * most_rows}) + 256;
+  // Row pairs for a gradient, with a panel more in each column (TileMatrix::Activations).
+  const std::int64_t gradient = kGradientBytes / 8 * 9;
+  return unpacked + std::max({8 * rank * most_rows, steps, 4 * kSumsPitch * most_rows, gradient}) + 256;
 }
 
 /// Experts with rows take consecutive places in the ring; a group's places are freed when its gradients are written.
