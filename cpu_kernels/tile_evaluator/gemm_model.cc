@@ -75,8 +75,9 @@ constexpr double kWithoutPrefetch = 1.1;
 
 /// Columns whose sums wait in C between two slices of the unpack form.
 constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns;
-/// Tiles of a slice of the contraction on a matrix unit (AmxCell::kSliceTiles), which is a superblock.
-constexpr std::int64_t kSliceTiles = kSuperblock;
+/// Tiles of a slice of the contraction on a matrix unit: of the direct form (AmxCell::kSliceTiles), and of the unpack form
+/// (UnpackSlice).
+constexpr std::int64_t kDirectSliceTiles = 2 * kSuperblock, kUnpackSliceTiles = kSuperblock;
 
 /// Stores to lines of a result that are under way at a time. (AVX-512, 2 MB of bf16: 44 ns a line at a latency of 124.)
 constexpr double kStores = 3;
@@ -136,11 +137,11 @@ class TaskCounter {
     Pieces pieces{m_.kernel.left_panels, p_.form == GemmForm::kUnpack ? 2 : m_.kernel.right_panels};
     if (direct && unit && !cost.once && call_columns > kPanelRows) {
       pieces.right = 1;
-      depth = std::min(depth, kSliceTiles * kTileColumns);
+      depth = std::min(depth, kDirectSliceTiles * kTileColumns);
       // A rest of less than half a slice joins the last one.
-      parts *= std::max<std::int64_t>(1, (CeilDiv(call_depth, kTileColumns) + kSliceTiles / 2 - 1) / kSliceTiles);
+      parts *= std::max<std::int64_t>(1, (CeilDiv(call_depth, kTileColumns) + kDirectSliceTiles / 2 - 1) / kDirectSliceTiles);
     }
-    if (slices && unit && !ring && depth <= kSliceTiles * kTileColumns) pieces.left = 1;
+    if (slices && unit && !ring && depth <= kUnpackSliceTiles * kTileColumns) pieces.left = 1;
     if (cost.few) {
       const auto form = static_cast<std::size_t>(p_.form == GemmForm::kUnpack);
       cost.cells_ns = m_.kernel.few_tile_ns[form][static_cast<std::size_t>(task.few_rows - 1)] *

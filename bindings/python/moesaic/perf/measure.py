@@ -22,6 +22,8 @@ _SECONDS = 0.003
 """Of one try; where weights come from memory four times as long."""
 _KERNEL_TURNS = 16
 _OVERLAPS = (1.0, 1.5, 2.0, 3.0)
+_CACHE_OVER_MEMORY = 1.2
+"""How much faster L3 must be for its size to show."""
 _STREAM_K, _STREAM_N = 2048, 512
 """Of the matrices of `MachineProbe.stream`."""
 
@@ -91,6 +93,20 @@ class _Host:
                 rate = probe.stream(tier, form == "direct", count, 4 * _SECONDS)
                 best.streams[tier, form, count] = max(best.streams.get((tier, form, count), 0.0), rate)
 
+    def l3_held(self, probe: _core.MachineProbe, gbps: Sequence[float]) -> int:
+        """What of the last-level caches this process gets: a guest is told of all of its host's, which others fill
+        too. The most, by halves, of which three quarters are read rather at L3's rate than at memory's."""
+        held, least = self.l3, self.threads * self._l3_block(self.threads)
+        if gbps[2] < _CACHE_OVER_MEMORY * gbps[3]:
+            return held
+        between = math.sqrt(gbps[2] * gbps[3])
+        while held // 2 > least:
+            size = held * 3 // 4
+            if probe.read(size // self.threads, 4e-9 * size / gbps[3]) > between:
+                break
+            held //= 2
+        return held
+
     def _l3_block(self, threads: int) -> int:
         """A thread's block that L3 holds and L2 does not."""
         return max(min(4 * self.l2, self.shared_l3 // (2 * threads)), self.l2 + self.l2 // 4)
@@ -155,7 +171,7 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
         memory_bytes=sum(node["memory_bytes"] for node in host.topology["nodes"]) or 1,
         l1_bytes=host.l1,
         l2_bytes=host.l2,
-        l3_bytes=host.l3,
+        l3_bytes=host.l3_held(probe, best.gbps),
         l1_gbps=caches[0],
         l2_gbps=caches[1],
         l3_gbps=caches[2],
