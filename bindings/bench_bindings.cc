@@ -8,7 +8,6 @@
 #include <string>
 
 #include "bindings/tensor.h"
-#include "bindings/unlocked.h"
 #include "cpu_kernels/gemm/pack.h"
 #include "cpu_kernels/kernels.h"
 #include "moe/workspace.h"
@@ -119,7 +118,7 @@ threadpool::ThreadSource SourceNamed(const std::string& source) {
 }
 
 void RegisterPoolProbe(py::module_& module) {
-  using WithoutLock = py::call_guard<Unlocked>;
+  using WithoutLock = py::call_guard<py::gil_scoped_release>;
   using bench::PoolProbe;
   py::class_<PoolProbe>(module, "PoolProbe", "A pool of its own and what it costs; profiling/bench/pool_probe.h.")
       .def(py::init([](int threads, const std::string& source) {
@@ -210,7 +209,7 @@ py::dict KernelFiguresOf(const bench::KernelProbe& probe) {
 }
 
 void RegisterMachineProbe(py::module_& module) {
-  using WithoutLock = py::call_guard<Unlocked>;
+  using WithoutLock = py::call_guard<py::gil_scoped_release>;
   py::class_<MachineProbe>(module, "MachineProbe", "Probes on a pool of so many own threads; profiling/bench/machine_probe.h.")
       .def(py::init<int, std::int64_t>(), py::arg("threads"), py::arg("far_bytes"), WithoutLock())
       .def("compute", &MachineProbe::Compute, py::arg("isa"), py::arg("seconds"), WithoutLock())
@@ -247,7 +246,7 @@ void RegisterGemmProbe(py::module_& module) {
   py::class_<bench::GemmProbe>(module, "GemmProbe", "One call of a GEMM kernel; profiling/bench/gemm_probe.h.")
       .def(py::init(&MakeGemmProbe), py::arg("tier"), py::arg("form"), py::arg("activations"), py::arg("weights"),
            py::arg("copies") = 1)
-      .def("measure", &bench::GemmProbe::Measure, py::arg("count"), py::call_guard<Unlocked>())
+      .def("measure", &bench::GemmProbe::Measure, py::arg("count"), py::call_guard<py::gil_scoped_release>())
       .def(
           "result",
           [](const bench::GemmProbe& self, const py::object& out) { self.Result(MatrixOf(out, "out", DType::kFloat32)); },
@@ -257,7 +256,7 @@ void RegisterGemmProbe(py::module_& module) {
 }  // namespace
 
 void RegisterBench(py::module_& module) {
-  using WithoutLock = py::call_guard<Unlocked>;
+  using WithoutLock = py::call_guard<py::gil_scoped_release>;
   module.def("topology", &TopologyToDict, "The machine as threadpool/topology.h describes it.");
   module.def("numa", &NumaRows, "The NUMA nodes among which weights are divided: os_index, cores, bind_error, lies_on.");
   module.def("openmp_threads_are_bound", &threadpool::OpenMpThreadsAreBound, "Whether OpenMP keeps its threads on places.");

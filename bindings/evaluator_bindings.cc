@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "bindings/bench_bindings.h"
-#include "bindings/unlocked.h"
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tile_evaluator.h"
 #include "cpu_kernels/tile_evaluator/gemm_model.h"
@@ -157,7 +156,7 @@ class Evaluator {
     const CandidateSpace candidates = SpaceNamed(space);
     std::vector<GemmAnswer> answers(problems.size());
     {
-      const Unlocked unlocked;
+      const py::gil_scoped_release unlocked;
       const auto choose = [&](std::int64_t i, int) {
         const auto at = static_cast<std::size_t>(i);
         answers[at] = ChooseGemm(problems[at], machine_, candidates);
@@ -237,8 +236,8 @@ void RegisterEvaluator(py::module_& module) {
       .def("estimate", &Evaluator::Estimate, py::arg("shape"), py::arg("configuration"));
   py::class_<GroupedGemm>(module, "GroupedGemm", "A grouped GEMM on the engine's threads; profiling/bench/grouped_gemm.h.")
       .def(py::init<const std::string&, const ProblemTuple&, std::int64_t>(), py::arg("isa"), py::arg("shape"),
-           py::arg("weight_bytes") = 0, py::call_guard<Unlocked>())
-      .def("measure", &GroupedGemm::Measure, py::arg("configurations"), py::arg("count"), py::call_guard<Unlocked>())
+           py::arg("weight_bytes") = 0, py::call_guard<py::gil_scoped_release>())
+      .def("measure", &GroupedGemm::Measure, py::arg("configurations"), py::arg("count"), py::call_guard<py::gil_scoped_release>())
       .def("digest", &GroupedGemm::Digest);
 }
 

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "bindings/tensor.h"
-#include "bindings/unlocked.h"
+#include "bindings/interpreter_end.h"
 #include "cpu_kernels/fused/linear.h"
 #include "threadpool/pool.h"
 
@@ -39,7 +39,7 @@ template <typename Body>
 void Compute(UsesTorch& torch, Body body) {
   torch.End();
   {
-    const Unlocked unlocked;
+    const py::gil_scoped_release unlocked;
     body();
   }
   torch.Begin();
@@ -181,7 +181,7 @@ void BindFused(py::module_& module) {
              UsesTorch torch;
              const TensorView view = ViewOf(weight, {"weight"}, kTypes);
              torch.End();
-             const Unlocked unlocked;
+             const py::gil_scoped_release unlocked;
              return std::make_unique<PackedMatrix>(view, Pool::Default());
            }),
            arg("weight"))
@@ -195,7 +195,7 @@ void BindFused(py::module_& module) {
             UsesTorch torch;
             const TensorView view = ViewOf(weight, {"weight"}, kTypes);
             torch.End();
-            const Unlocked unlocked;
+            const py::gil_scoped_release unlocked;
             self.Unpack(view, Pool::Default());
           },
           arg("weight"));

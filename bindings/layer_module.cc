@@ -14,7 +14,7 @@
 
 #include "bindings/arena.h"
 #include "bindings/tensor.h"
-#include "bindings/unlocked.h"
+#include "bindings/interpreter_end.h"
 #include "moe/layer.h"
 #include "profiling/calls.h"
 #include "threadpool/pool.h"
@@ -203,7 +203,7 @@ class ForwardCall {
   void Run() {
     if (!timer_.has_value()) throw std::logic_error("this forward has run already");
     {
-      const Unlocked unlocked;
+      const py::gil_scoped_release unlocked;
       timer_->EngineBegins();
       layer_->Forward(args_, threadpool::Pool::Default());
       timer_->EngineEnds(args_.hidden.shape[0], threadpool::Pool::Default().num_threads());
@@ -231,7 +231,7 @@ class Layer {
     const TensorView down = ViewOf(down_proj, {"down_proj"}, kWeightTypes);
     const moe::LayerConfig config = ConfigOf(weight_format, gate_up, down);
     torch.End();
-    const Unlocked unlocked;
+    const py::gil_scoped_release unlocked;
     layer_ = std::make_shared<moe::ExpertsLayer>(config, gate_up, down, threadpool::Pool::Default());
   }
 
@@ -307,7 +307,7 @@ class Layer {
     args.d_lora = d_adapters;
     torch.End();
     {
-      const Unlocked unlocked;
+      const py::gil_scoped_release unlocked;
       timer.EngineBegins();
       layer_->Backward(args, threadpool::Pool::Default());
       timer.EngineEnds(args.hidden.shape[0], threadpool::Pool::Default().num_threads());
@@ -321,7 +321,7 @@ class Layer {
     const TensorView gate_up = ViewOf(gate_up_proj, {"gate_up_proj"}, kWeightTypes);
     const TensorView down = ViewOf(down_proj, {"down_proj"}, kWeightTypes);
     torch.End();
-    const Unlocked unlocked;
+    const py::gil_scoped_release unlocked;
     layer_->Unpack(gate_up, down, threadpool::Pool::Default());
   }
 

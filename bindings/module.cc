@@ -16,7 +16,7 @@
 #include "bindings/profiling_bindings.h"
 #include "bindings/sampling_bindings.h"
 #include "bindings/tensor.h"
-#include "bindings/unlocked.h"
+#include "bindings/interpreter_end.h"
 #include "cpu_kernels/fused/linear.h"
 #include "cpu_kernels/isa.h"
 #include "moe/workspace.h"
@@ -57,7 +57,7 @@ py::list ToList(const Rows& rows, ToDict to_dict) {
 }
 
 void BindThreads(py::module_& module) {
-  const auto unlocked = py::call_guard<Unlocked>();
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
   module.def("set_num_threads", [](int n) { threadpool::Pool::Default().SetNumThreads(n); }, py::arg("n"), unlocked);
   module.def("get_num_threads", [] { return threadpool::Pool::Default().num_threads(); }, unlocked);
   module.def(
@@ -83,7 +83,7 @@ void BindHost(py::module_& module) {
   module.def("isa", [] { return ChosenIsa(); });
   module.def("isa_tiers", [] { return ToList(IsaTiers(), TierToDict); });
   module.def(
-      "verify_isa", [](const std::string& name) { return VerifyIsa(name); }, py::arg("name"), py::call_guard<Unlocked>());
+      "verify_isa", [](const std::string& name) { return VerifyIsa(name); }, py::arg("name"), py::call_guard<py::gil_scoped_release>());
   module.def("cpu_name", [] { return CpuName(); });
 }
 
@@ -107,7 +107,7 @@ void BindMemory(py::module_& module) {
         sampling::ReleaseScratch();
         return Arena::Default().Trim();
       },
-      py::call_guard<Unlocked>());
+      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 #include <string>
 
 #include "bindings/tensor.h"
-#include "bindings/unlocked.h"
 #include "sampling/sampler.h"
 #include "threadpool/pool.h"
 
@@ -61,7 +60,7 @@ void Sample(const py::object& logits, const py::tuple& filters, const py::tuple&
   args.ids = ResultOf<std::int64_t>(ids, "ids", DType::kInt64, rows);
   args.confidence = ResultOf<float>(confidence, "confidence", DType::kFloat32, rows);
   if (!kept.is_none()) args.kept = static_cast<std::uint8_t*>(BytesOf(kept, {"kept"}, rows * args.logits.shape[1]));
-  const Unlocked unlocked;
+  const py::gil_scoped_release unlocked;
   sampling::Sample(args, threadpool::Pool::Default());
 }
 
