@@ -31,6 +31,7 @@ struct AmxCell {
   // core share its physical tile registers, and with all eight names of both in use next to none is left to load ahead into.
   template <int NA, int NB, class Aside>
   static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside) {
+    constexpr bool kLeftPasses = Aside::kPassing == Passing::kLeft, kRightPasses = Aside::kPassing == Passing::kRight;
     Tiles tiles;
     const std::int64_t c_stride = ldc * static_cast<std::int64_t>(sizeof(float));
     float* const c_low = c + kPanelRows * ldc;
@@ -49,17 +50,17 @@ struct AmxCell {
       const CellRun& run = runs[r];
       const BFloat16 *a0 = run.a[0], *a1 = run.a[1], *b0 = run.b[0], *b1 = run.b[1];
       for (std::int64_t k = 0; k < run.length; ++k) {
-        LoadLeft<4, Aside>(tiles, a0 + k * run.a_stride);
-        if constexpr (NA == 2 && NB == 2) LoadLeft<5, Aside>(tiles, a1 + k * run.a_stride);
-        LoadRight<6, Aside>(tiles, b0 + k * run.b_stride);
+        LoadFactor<4, kLeftPasses>(tiles, a0 + k * run.a_stride);
+        if constexpr (NA == 2 && NB == 2) LoadFactor<5, kLeftPasses>(tiles, a1 + k * run.a_stride);
+        LoadFactor<6, kRightPasses>(tiles, b0 + k * run.b_stride);
         tiles.template MultiplyAdd<0, 4, 6>();
         if constexpr (NA == 2 && NB == 1) {
-          LoadLeft<4, Aside>(tiles, a1 + k * run.a_stride);
+          LoadFactor<4, kLeftPasses>(tiles, a1 + k * run.a_stride);
           tiles.template MultiplyAdd<2, 4, 6>();
         }
         if constexpr (NA == 2 && NB == 2) tiles.template MultiplyAdd<2, 5, 6>();
         if constexpr (NB == 2) {
-          LoadRight<6, Aside>(tiles, b1 + k * run.b_stride);
+          LoadFactor<6, kRightPasses>(tiles, b1 + k * run.b_stride);
           tiles.template MultiplyAdd<1, 4, 6>();
           if constexpr (NA == 2) tiles.template MultiplyAdd<3, 5, 6>();
         }
@@ -73,17 +74,9 @@ struct AmxCell {
   }
 
  private:
-  template <int kTile, class Aside>
-  [[gnu::always_inline]] static void LoadLeft(Tiles& tiles, const BFloat16* tile) {
-    if constexpr (Aside::kPassing == Passing::kLeft) {
-      tiles.template LoadPassing<kTile>(tile, 64);
-    } else {
-      tiles.template Load<kTile>(tile, 64);
-    }
-  }
-  template <int kTile, class Aside>
-  [[gnu::always_inline]] static void LoadRight(Tiles& tiles, const BFloat16* tile) {
-    if constexpr (Aside::kPassing == Passing::kRight) {
+  template <int kTile, bool kPasses>
+  [[gnu::always_inline]] static void LoadFactor(Tiles& tiles, const BFloat16* tile) {
+    if constexpr (kPasses) {
       tiles.template LoadPassing<kTile>(tile, 64);
     } else {
       tiles.template Load<kTile>(tile, 64);

@@ -33,7 +33,7 @@ struct AmxTiles {
   [[gnu::always_inline]] inline void Load(const void* rows, std::int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(rows), "r"(stride), "i"(kTile) : "memory");
   }
-  /// TILELOADDT1: into L2 alone, as measured (docs/PERFORMANCE.md).
+  /// TILELOADDT1: such tiles drive nothing else out of L1 (measured, docs/PERFORMANCE.md).
   template <int kTile>
   [[gnu::always_inline]] inline void LoadPassing(const void* rows, std::int64_t stride) {
     asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(rows), "r"(stride), "i"(kTile) : "memory");

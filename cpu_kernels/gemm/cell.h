@@ -57,9 +57,41 @@ struct LinesAhead {
   std::int64_t lines = 0;  ///< of each
 };
 
-/// Prefetches lines, a few at each step of the contraction, so that they arrive in L2 while the cell computes. Eight pages or
-/// more of the weights, 4 KB each, take turns: while a stream is read the hardware fetches ahead of it, a fixed
-/// distance that lasts longer where several streams advance together.
+/// Runs of cache lines that are prefetched to L2 in turns, one line of each after the other. While a run is read the hardware
+/// fetches ahead of it, within its page of 4 KB: a fixed distance, which lasts longer where several runs advance together.
+class LinesInTurn {
+ public:
+  static constexpr std::int64_t kLine = 32;  ///< elements
+  static constexpr int kMost = 16;
+
+  /// @param length  of each run, elements
+  void Begin(std::int64_t length) {
+    count_ = next_ = 0;
+    offset_ = 0;
+    length_ = length;
+  }
+  void Add(const BFloat16* run) { begin_[count_++] = run; }
+  int count() const { return count_; }
+
+  /// Prefetches the next line. False: none is left.
+  MOESAIC_INLINE bool Prefetch() {
+    if (next_ == count_) {
+      next_ = 0;
+      offset_ += kLine;
+    }
+    if (offset_ >= length_) return false;
+    __builtin_prefetch(begin_[next_++] + offset_, 0, 2);
+    return true;
+  }
+
+ private:
+  int count_ = 0, next_ = 0;
+  std::int64_t offset_ = 0, length_ = 0;
+  const BFloat16* begin_[kMost];
+};
+
+/// Prefetches weights and other lines, a few at each step of the contraction, so that they arrive in L2 while the cell
+/// computes: eight pages or more of the weights at a time, if there are so many.
 class Prefetcher {
  public:
   static constexpr Passing kPassing = Passing::kRight;
@@ -71,57 +103,48 @@ class Prefetcher {
     others_ = &others;
     stage_ = 0;
     column_ = 0;
-    stream_ = streams_ = 0;
-    offset_ = length_ = 0;
-    const std::int64_t lines = (first.tiles() + then.tiles()) * (kTileElements / kLine) + 2 * others.lines;
+    lines_.Begin(0);
+    const std::int64_t lines = (first.tiles() + then.tiles()) * (kTileElements / LinesInTurn::kLine) + 2 * others.lines;
     lines_per_step_ = static_cast<int>(CeilDiv(lines, steps > 0 ? steps : 1));
   }
 
   MOESAIC_INLINE void Step() {
     for (int i = 0; i < lines_per_step_; ++i) {
-      if (stream_ == streams_ && !NextLine()) return;
-      __builtin_prefetch(begin_[stream_++] + offset_, 0, 2);
+      while (!lines_.Prefetch()) {
+        if (!NextRuns()) return;
+      }
     }
   }
 
  private:
-  static constexpr std::int64_t kLine = 32;  // elements
   static constexpr std::int64_t kPageTiles = 4;
-  static constexpr int kFewStreams = 8;
-  static constexpr int kMostStreams = kFewStreams + kMaxCellPanels * kSuperblock / kPageTiles;
+  static constexpr int kEnough = 8;
+  static_assert(kEnough - 1 + kMaxCellPanels * kSuperblock / kPageTiles <= LinesInTurn::kMost);
 
-  MOESAIC_INLINE bool NextLine() {
-    stream_ = 0;
-    offset_ += kLine;
-    return offset_ < length_ || NextStreams();
-  }
-
-  [[gnu::noinline]] bool NextStreams() {
-    streams_ = 0;
-    offset_ = 0;
+  [[gnu::noinline]] bool NextRuns() {
     for (; stage_ < 2; ++stage_, column_ = 0) {
       const WeightsAhead& ahead = stage_ == 0 ? *first_ : *then_;
       if (ahead.tiles() == 0 || column_ >= ahead.columns) continue;
-      length_ = Least(ahead.columns - column_, kPageTiles) * kTileElements;
-      while (column_ < ahead.columns && streams_ < kFewStreams) column_ += AddStreams(ahead);
+      lines_.Begin(Least(ahead.columns - column_, kPageTiles) * kTileElements);
+      while (column_ < ahead.columns && lines_.count() < kEnough) column_ += AddPages(ahead);
       return true;
     }
-    length_ = stage_++ == 2 ? others_->lines * kLine : 0;
-    if (length_ == 0) {
+    if (stage_++ > 2 || others_->lines == 0) {
       lines_per_step_ = 0;
       return false;
     }
-    for (const BFloat16* other : others_->begin) begin_[streams_++] = other;
+    lines_.Begin(others_->lines * LinesInTurn::kLine);
+    for (const BFloat16* other : others_->begin) lines_.Add(other);
     return true;
   }
 
   /// Of a superblock's columns from column_ on; returns how many.
-  std::int64_t AddStreams(const WeightsAhead& ahead) {
+  std::int64_t AddPages(const WeightsAhead& ahead) {
     std::int64_t tiles = 0;
     for (std::int64_t panel = 0; panel < ahead.panels; ++panel) {
       const TileRun run = ahead.weights->RunAlongPanel(ahead.first_panel + panel, ahead.first_column + column_);
       tiles = run.stride == kTileElements ? Least(run.length, ahead.columns - column_) : 1;
-      for (std::int64_t t = 0; t < tiles; t += kPageTiles) begin_[streams_++] = run.data + t * kTileElements;
+      for (std::int64_t t = 0; t < tiles; t += kPageTiles) lines_.Add(run.data + t * kTileElements);
     }
     return tiles;
   }
@@ -130,10 +153,8 @@ class Prefetcher {
   const LinesAhead* others_ = nullptr;
   int stage_ = 0;  // first_, then_, others_, nothing
   int lines_per_step_ = 0;
-  int stream_ = 0, streams_ = 0;
-  std::int64_t offset_ = 0, length_ = 0;  // elements, of each stream
   std::int64_t column_ = 0;
-  const BFloat16* begin_[kMostStreams];
+  LinesInTurn lines_;
 };
 
 template <class Cell, int NA, class Aside>

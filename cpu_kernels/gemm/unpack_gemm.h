@@ -106,8 +106,7 @@ class ColumnTiles {
   std::size_t segment_ = 0;
 };
 
-/// Brings stored tiles to L2 in the order of the columns. The lines of 16 of them take turns: each lies in a page of its own,
-/// of which the hardware then fetches ahead (Prefetcher).
+/// Brings stored tiles to L2 in the order of the columns, as many at a time as take turns: each lies in a page of its own.
 class TilesAhead {
  public:
   /// @param from  the first column, or slice of one
@@ -115,26 +114,18 @@ class TilesAhead {
     BeginColumn();
   }
 
-  MOESAIC_INLINE void Step(int lines) {
-    for (int i = 0; i < lines; ++i) {
-      if (next_ == count_ && !NextLine()) return;
-      __builtin_prefetch(tile_[next_++] + line_, 0, 2);
+  MOESAIC_INLINE void Step(std::int64_t lines) {
+    for (std::int64_t i = 0; i < lines; ++i) {
+      while (!lines_.Prefetch()) {
+        if (!NextTiles()) return;
+      }
     }
   }
 
  private:
-  static constexpr int kMost = 16;
-
-  MOESAIC_INLINE bool NextLine() {
-    next_ = 0;
-    line_ += kTileColumns;
-    return line_ < kTileElements || NextTiles();
-  }
-
   [[gnu::noinline]] bool NextTiles() {
-    count_ = 0;
-    line_ = kTileElements;
-    while (count_ < kMost && !at_.done()) {
+    lines_.Begin(kTileElements);
+    while (lines_.count() < LinesInTurn::kMost && !at_.done()) {
       if (left_ == 0) {
         at_.Next();
         BeginColumn();
@@ -142,10 +133,10 @@ class TilesAhead {
       }
       --left_;
       const BFloat16* tile = tiles_.Next(nullptr);
-      if (tile != nullptr) tile_[count_++] = tile;
+      if (tile != nullptr) lines_.Add(tile);
     }
-    if (count_ > 0) line_ = 0;
-    return count_ > 0;
+    if (lines_.count() == 0) lines_.Begin(0);
+    return lines_.count() > 0;
   }
 
   void BeginColumn() {
@@ -157,9 +148,7 @@ class TilesAhead {
   ColumnOrder at_;
   ColumnTiles tiles_;
   std::int64_t left_ = 0;
-  int next_ = 0, count_ = 0;
-  std::int64_t line_ = kTileElements;
-  const BFloat16* tile_[kMost];
+  LinesInTurn lines_;
 };
 
 /// Lays a slice of one tile column of the weights out as two panels of right tiles, `low` for its columns 0..15 and `high`
@@ -199,7 +188,7 @@ class ColumnUnpacker {
     // Two stored tiles make one right tile: 8 row pairs each.
     const std::int64_t to = unit_ * (kElements / 2);
     InterleaveRowPairs<kPanelRows / 2 / kUnits>(tile_ + from, low_ + to, high_ + to);
-    ahead_.Step(static_cast<int>(kElements / kTileColumns));
+    ahead_.Step(kElements / LinesInTurn::kLine);
     ++unit_;
     --units_left_;
   }
@@ -262,7 +251,7 @@ class UnpackRing {
   static constexpr std::int64_t kPairs = 4;  ///< 8 KB
   static constexpr int kLead = 2;
   static constexpr int kMostRuns = 256;
-  static constexpr int kLinesAhead = 256;
+  static constexpr std::int64_t kLinesAhead = 256;  ///< of weights on their way to L2
 
   /// @param args  without depth
   explicit UnpackRing(const UnpackGemmArgs& args)
@@ -285,7 +274,7 @@ class UnpackRing {
     for (std::int64_t half = 0; half < kTileElements; half += kTileElements / 2) {
       InterleaveRowPairs<kPanelRows / 2>(tiles_.Next(decoded_), low + half, high + half);
     }
-    ahead_.Step(2 * kTileElements / kTileColumns);
+    ahead_.Step(2 * kTileElements / LinesInTurn::kLine);
     written_ = (written_ + 1) % kPairs;
     if (--left_ == 0) NextColumn();
   }

@@ -70,14 +70,14 @@ constexpr double kFewDirectOverlap = 1.5, kFewUnpackOverlap = 2;
 constexpr double kLostAtATime = 10;
 /// What weights of the direct form take that nothing prefetches: so much longer than memory's rate.
 /// (AVX-512, 32 to 256 rows, calls of all columns instead of 32: 5, 0, 0, 0, 1, 1, 5% longer.) Not so the tile unit's loads
-/// in calls whose rows fit one cell: there the kernels leave prefetches out, which would be slower (gemm/direct_gemm.h).
+/// in calls whose rows fit one cell: they bring memory at its full rate, or fetch a superblock ahead (gemm/direct_gemm.h).
 constexpr double kWithoutPrefetch = 1.1;
 
 /// Columns whose sums wait in C between two slices of the unpack form.
 constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns;
-/// Tiles of a slice of the contraction on a matrix unit: of the direct form (AmxCell::kSliceTiles), and of the unpack form
-/// (UnpackSlice).
-constexpr std::int64_t kDirectSliceTiles = 2 * kSuperblock, kUnpackSliceTiles = kSuperblock;
+/// Tiles of a slice of the direct form's contraction on a matrix unit, and the most that the unpack form takes panel by panel
+/// (AmxCell::kSliceTiles).
+constexpr std::int64_t kSliceTiles = 2 * kSuperblock;
 
 /// Stores to lines of a result that are under way at a time. (AVX-512, 2 MB of bf16: 44 ns a line at a latency of 124.)
 constexpr double kStores = 3;
@@ -137,11 +137,11 @@ class TaskCounter {
     Pieces pieces{m_.kernel.left_panels, p_.form == GemmForm::kUnpack ? 2 : m_.kernel.right_panels};
     if (direct && unit && !cost.once && call_columns > kPanelRows) {
       pieces.right = 1;
-      depth = std::min(depth, kDirectSliceTiles * kTileColumns);
+      depth = std::min(depth, kSliceTiles * kTileColumns);
       // A rest of less than half a slice joins the last one.
-      parts *= std::max<std::int64_t>(1, (CeilDiv(call_depth, kTileColumns) + kDirectSliceTiles / 2 - 1) / kDirectSliceTiles);
+      parts *= std::max<std::int64_t>(1, (CeilDiv(call_depth, kTileColumns) + kSliceTiles / 2 - 1) / kSliceTiles);
     }
-    if (slices && unit && !ring && depth <= kUnpackSliceTiles * kTileColumns) pieces.left = 1;
+    if (slices && unit && !ring && depth <= kSliceTiles * kTileColumns) pieces.left = 1;
     if (cost.few) {
       const auto form = static_cast<std::size_t>(p_.form == GemmForm::kUnpack);
       cost.cells_ns = m_.kernel.few_tile_ns[form][static_cast<std::size_t>(task.few_rows - 1)] *
