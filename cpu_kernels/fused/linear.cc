@@ -38,8 +38,8 @@ class Scratch {
 
 /// Columns of sums that a task without a norm computes before it goes over them.
 constexpr std::int64_t kChunkColumns = 512;
-/// Columns of a transposed product at a time.
-constexpr std::int64_t kDirectColumns = 128;
+/// What a matrix unit needs of the contraction in L2 at a time: this slice and the next (gemm/direct_gemm.h).
+constexpr std::int64_t kSlicesDepth = 1024;
 
 /// How the rows and columns of a result are divided into tasks. Changes no bit.
 struct Plan {
@@ -80,12 +80,16 @@ Plan MakeNormPlan(const Shape& shape, std::int64_t row_bytes) {
   return {rows, blocks, shape.columns, 1, blocks};
 }
 
-Plan MakePlan(const Shape& shape, bool is_bf16, bool whole_rows, int threads) {
+/// The GEMM that computes a product.
+enum class Form { kFp32, kDirect, kUnpack };
+
+Plan MakePlan(const Shape& shape, Form form, bool whole_rows, int threads) {
   const std::int64_t columns = RoundUp(shape.columns, 32), depth = RoundUp(shape.depth, 32);
-  const std::int64_t input_bytes = is_bf16 ? 2 * depth : 4 * std::min(depth, kFp32Depth);
+  const bool is_bf16 = form != Form::kFp32, sliced = form == Form::kDirect && ChosenKernels().unpack_overlaps;
+  const std::int64_t input_bytes = is_bf16 ? 2 * (sliced ? std::min(depth, kSlicesDepth) : depth) : 4 * std::min(depth, kFp32Depth);
   const std::int64_t row_bytes = input_bytes + 4 * (whole_rows ? columns : std::min(columns, kChunkColumns));
-  // Beside the rows: two tile columns of weights, unpacked.
-  const std::int64_t fixed = is_bf16 ? 128 * depth : 64 << 10;
+  // Beside the rows: two tile columns of weights, unpacked, or some panels of them.
+  const std::int64_t fixed = form == Form::kUnpack ? 128 * depth : 64 << 10;
   const std::int64_t budget = std::max<std::int64_t>(HostCaches().l2 / 8 * 7 - fixed, 0);
   // fp32 weights take twice as long to multiply with as to bring, at 128 rows already; more only fill the cache.
   const std::int64_t most = std::clamp<std::int64_t>(budget / row_bytes / 32 * 32, 64, is_bf16 ? 256 : 128);
@@ -126,10 +130,12 @@ class LinearRun {
       : args_(args),
         pool_(pool),
         shape_{args.out.shape[0], args.out.shape[1], args.x.shape[1]},
-        is_bf16_(args.x.dtype == DType::kBFloat16),
+        form_(args.x.dtype == DType::kFloat32 ? Form::kFp32
+              : args.transposed               ? Form::kUnpack
+                                              : Form::kDirect),
         has_norm_(args.norm != Norm::kNone),
         plan_(args.weight == nullptr ? MakeNormPlan(shape_, 2 * shape_.columns * SizeOf(args.x.dtype))
-                                     : MakePlan(shape_, is_bf16_, has_norm_, pool.num_threads())),
+                                     : MakePlan(shape_, form_, has_norm_, pool.num_threads())),
         // A line beyond a multiple of 4 KB: rows of sums must not share cache sets.
         ld_(RoundUp(has_norm_ ? shape_.columns : std::min(shape_.columns, kChunkColumns), 32) + 16),
         ld_input_(RoundUp(shape_.depth, 16) + 16),
@@ -164,31 +170,30 @@ class LinearRun {
   /// Of one worker.
   struct Memory {
     TileMatrix input;        ///< bf16: a block of x
-    BFloat16* unpacked;      ///< bf16: scratch of the unpack form
-    float* transposed_sums;  ///< bf16 transposed: [kDirectColumns][block_rows]
+    BFloat16* unpacked;      ///< unpack form: its scratch
+    float* transposed_sums;  ///< direct form: [columns at a time][SumsPitch(block_rows)]
     float* rows;             ///< fp32: [block_rows][ld_input_], a block of x
     float* fp32;             ///< fp32: scratch of the GEMM
-    float* sums;             ///< [block_rows][ld_]
+    float* sums;             ///< [block_rows][ld_]; direct form: of a panel of rows
     float* row;              ///< [columns]
   };
 
   Memory Take(Carver& carver) const {
     Memory memory{};
-    if (is_bf16_ && args_.weight != nullptr) {
+    if (args_.weight != nullptr && form_ == Form::kFp32) {
+      memory.rows = carver.Take<float>(plan_.block_rows * ld_input_);
+      memory.fp32 = carver.Take<float>(kFp32GemmScratch);
+    } else if (args_.weight != nullptr) {
       const TileMatrix shape = TileMatrix::Activations(nullptr, plan_.block_rows, shape_.depth);
       memory.input = shape;
       memory.input.data = carver.Take<BFloat16>(shape.size());
-      if (args_.transposed) {
-        memory.transposed_sums = carver.Take<float>(kDirectColumns * plan_.block_rows);
-      } else {
-        const GemmSegment segment{args_.weight->tiles(), {}};
-        memory.unpacked = carver.Take<BFloat16>(UnpackScratchElements({&segment, 1}));
-      }
-    } else if (args_.weight != nullptr) {
-      memory.rows = carver.Take<float>(plan_.block_rows * ld_input_);
-      memory.fp32 = carver.Take<float>(kFp32GemmScratch);
+      const GemmSegment segment{args_.weight->tiles(), {}};
+      if (form_ == Form::kUnpack) memory.unpacked = carver.Take<BFloat16>(UnpackScratchElements({&segment, 1}));
+      const std::int64_t columns = has_norm_ ? plan_.split_columns : std::min(plan_.split_columns, kChunkColumns);
+      if (form_ == Form::kDirect) memory.transposed_sums = carver.Take<float>(columns * SumsPitch(plan_.block_rows));
     }
-    memory.sums = carver.Take<float>(args_.weight != nullptr ? plan_.block_rows * ld_ : 0);
+    const std::int64_t rows_of_sums = form_ == Form::kDirect ? kPanelRows : plan_.block_rows;
+    memory.sums = carver.Take<float>(args_.weight != nullptr ? rows_of_sums * ld_ : 0);
     memory.row = carver.Take<float>(RoundUp(shape_.columns, 16));
     return memory;
   }
@@ -204,18 +209,24 @@ class LinearRun {
     const std::int64_t end = std::min(column + plan_.split_columns, shape_.columns);
     if (args_.weight == nullptr) return Epilogue(row, rows, column, end, nullptr, memory);
     PackInput(row, rows, memory);
-    if (all_sums != nullptr) return Product(rows, column, end, all_sums + row * ld_ + column, memory);
     const std::int64_t step = has_norm_ ? end - column : kChunkColumns;
+    const std::int64_t rows_at_once = form_ == Form::kDirect ? kPanelRows : rows;
     for (std::int64_t from = column; from < end; from += step) {
       const std::int64_t to = std::min(from + step, end);
-      Product(rows, from, to, memory.sums, memory);
-      Epilogue(row, rows, from, to, memory.sums, memory);
+      float* const sums = all_sums != nullptr ? all_sums + row * ld_ + from : memory.sums;
+      Product(rows, from, to, sums, memory);
+      for (std::int64_t first = 0; first < rows; first += rows_at_once) {
+        float* const of_rows = all_sums != nullptr ? sums + first * ld_ : sums;
+        if (form_ == Form::kDirect) TurnPanel(first, to - from, of_rows, memory);
+        if (all_sums != nullptr) continue;
+        Epilogue(row + first, std::min(rows_at_once, rows - first), from, to, of_rows, memory);
+      }
     }
   }
 
   void PackInput(std::int64_t row, std::int64_t rows, Memory& memory) const {
     const FusedRange range(FusedStage::kPack, 0.0, 2.0 * static_cast<double>(rows * shape_.depth * SizeOf(args_.x.dtype)));
-    if (!is_bf16_) {
+    if (form_ == Form::kFp32) {
       const auto bytes = static_cast<std::size_t>(shape_.depth) * sizeof(float);
       for (std::int64_t i = 0; i < rows; ++i) {
         std::memcpy(memory.rows + i * ld_input_, RowAt<float>(args_.x, row + i), bytes);
@@ -230,17 +241,18 @@ class LinearRun {
     pack.dtype = DType::kBFloat16;
     pack.count = rows;
     pack.columns = shape_.depth;
-    (args_.transposed ? pack.pairs : pack.operand) = memory.input;
+    (form_ == Form::kDirect ? pack.pairs : pack.operand) = memory.input;
     pack.panels = memory.input.panels;
     pack.tile_columns = memory.input.columns;
     kernels_.pack_rows(pack);
   }
 
-  /// sums[t][c - from] for rows [row, row + rows) and columns [from, to), rows of ld_.
+  /// sums[t][c - from] for all rows of a block and columns [from, to), rows of ld_; in the direct form transposed_sums, and
+  /// TurnPanel() turns them.
   void Product(std::int64_t rows, std::int64_t from, std::int64_t to, float* sums, Memory& memory) const {
     const FusedRange range(args_.transposed ? FusedStage::kBackwardGemm : FusedStage::kGemm,
                            2.0 * static_cast<double>(rows * (to - from) * shape_.depth), 0.0);
-    if (!is_bf16_) {
+    if (form_ == Form::kFp32) {
       Fp32GemmArgs gemm;
       gemm.a = memory.rows;
       gemm.lda = ld_input_;
@@ -256,8 +268,21 @@ class LinearRun {
       gemm.scratch = memory.fp32;
       return kernels_.fused.fp32_gemm(gemm);
     }
-    const GemmSegment segment{args_.weight->tiles(), memory.input};
-    if (args_.transposed) return TransposedProduct(segment, from, to, sums, memory.transposed_sums);
+    const TileMatrix& weights = args_.weight->tiles();
+    const GemmSegment segment{weights, memory.input};
+    if (form_ == Form::kDirect) {
+      DirectGemmArgs gemm;
+      gemm.segments = {&segment, 1};
+      gemm.first_panel = from / kPanelRows;
+      gemm.panels = CeilDiv(to, kPanelRows) - gemm.first_panel;
+      gemm.activation_panels = memory.input.panels;
+      gemm.c = memory.transposed_sums;
+      gemm.ldc = SumsPitch(plan_.block_rows);
+      // The next block begins with the first columns again.
+      const std::int64_t next = to < shape_.columns ? to / kPanelRows : 0;
+      gemm.prefetch = {weights, next, weights.panels - next, 0, weights.columns};
+      return kernels_.direct_gemm(gemm);
+    }
     UnpackGemmArgs gemm;
     gemm.segments = {&segment, 1};
     gemm.panels = memory.input.panels;
@@ -270,24 +295,14 @@ class LinearRun {
     kernels_.unpack_gemm(gemm);
   }
 
-  /// The direct form, whose result comes out transposed, some columns at a time.
-  void TransposedProduct(const GemmSegment& segment, std::int64_t from, std::int64_t to, float* sums, float* transposed) const {
-    for (std::int64_t column = from; column < to; column += kDirectColumns) {
-      DirectGemmArgs gemm;
-      gemm.segments = {&segment, 1};
-      gemm.first_panel = column / kPanelRows;
-      gemm.panels = std::min(CeilDiv(to, kPanelRows) - gemm.first_panel, kDirectColumns / kPanelRows);
-      gemm.activation_panels = segment.activations.panels;
-      gemm.c = transposed;
-      gemm.ldc = plan_.block_rows;
-      kernels_.direct_gemm(gemm);
-      for (std::int64_t t = 0; t < segment.activations.panels; ++t) {
-        for (std::int64_t p = 0; p < gemm.panels; ++p) {
-          const float* rows[16];
-          for (std::int64_t i = 0; i < 16; ++i) rows[i] = transposed + (16 * p + i) * gemm.ldc + 16 * t;
-          kernels_.transpose(rows, sums + 16 * t * ld_ + (column - from) + 16 * p, ld_);
-        }
-      }
+  /// sums[t][c] for 16 rows of a block, from `first` on, and all columns of its transposed sums.
+  void TurnPanel(std::int64_t first, std::int64_t columns, float* sums, const Memory& memory) const {
+    const FusedRange range(FusedStage::kGemm, 0.0, 0.0);
+    const std::int64_t pitch = SumsPitch(plan_.block_rows);
+    for (std::int64_t c = 0; c < columns; c += 16) {
+      const float* rows[16];
+      for (std::int64_t i = 0; i < 16; ++i) rows[i] = memory.transposed_sums + (c + i) * pitch + first;
+      kernels_.transpose(rows, sums + c, ld_);
     }
   }
 
@@ -328,7 +343,7 @@ class LinearRun {
   const LinearArgs& args_;
   Pool& pool_;
   const Shape shape_;
-  const bool is_bf16_;
+  const Form form_;
   const bool has_norm_;
   const Plan plan_;
   const std::int64_t ld_, ld_input_;

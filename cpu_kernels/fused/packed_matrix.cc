@@ -18,6 +18,10 @@ std::string ShapeText(const TensorView& view) {
   return text + "]";
 }
 
+MatrixView ViewOf(const TensorView& weight) {
+  return {weight.data, weight.dtype, weight.shape[0], weight.shape[1], weight.stride[0], weight.stride[1]};
+}
+
 /// W^T as a view of W.
 MatrixView Transposed(const TensorView& weight) {
   return {weight.data, weight.dtype, weight.shape[1], weight.shape[0], weight.stride[1], weight.stride[0]};
@@ -39,12 +43,12 @@ DType CheckedType(const TensorView& weight) {
 PackedMatrix::PackedMatrix(const TensorView& weight, threadpool::Pool& pool)
     : dtype_(CheckedType(weight)), rows_(weight.shape[0]), columns_(weight.shape[1]) {
   if (dtype_ == DType::kBFloat16) {
-    tiles_ = TileMatrix::Weights(nullptr, columns_, rows_);
+    tiles_ = TileMatrix::Weights(nullptr, rows_, columns_);
     data_ = AlignedBuffer(tiles_.size() * static_cast<std::int64_t>(sizeof(BFloat16)));
     tiles_.data = static_cast<BFloat16*>(data_.data());
     const std::int64_t scratch_floats = kPanelRows * tiles_.columns * kTileColumns;
     const AlignedBuffer scratch(pool.num_threads() * scratch_floats * static_cast<std::int64_t>(sizeof(float)));
-    const MatrixView view = Transposed(weight);
+    const MatrixView view = ViewOf(weight);
     pool.ParallelFor(tiles_.panels, [&](std::int64_t panel, int worker) {
       PackPanel(view, panel, tiles_, static_cast<float*>(scratch.data()) + worker * scratch_floats);
     });
@@ -66,7 +70,7 @@ void PackedMatrix::Unpack(const TensorView& weight, threadpool::Pool& pool) cons
                                 std::to_string(columns_) + "] in the type that was packed");
   }
   if (dtype_ == DType::kBFloat16) {
-    const MatrixView view = Transposed(weight);
+    const MatrixView view = ViewOf(weight);
     pool.ParallelFor(tiles_.panels, [&](std::int64_t panel, int) { UnpackPanel(tiles_, panel, view); });
     return;
   }
