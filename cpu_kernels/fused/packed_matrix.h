@@ -10,9 +10,8 @@
 
 namespace moesaic::fused {
 
-/// W [N, K], as torch's Linear has it. bf16 is kept as stored tiles of W^T, rows of K with contiguous N: A W^T contracts along
-/// the tiles' rows (the unpack form, whose result is row-major, as a norm over rows wants it), dY W along their columns (the
-/// direct form). fp32 is kept in panels (Fp32GemmArgs).
+/// W [N, K], as torch's Linear has it. bf16 is kept as stored tiles, rows of N with contiguous K: x W^T contracts along their
+/// columns (the direct form, the faster one), dY W along their rows (the unpack form). fp32 is kept in panels (Fp32GemmArgs).
 ///
 /// Threads: constant after construction.
 class PackedMatrix {
@@ -26,7 +25,7 @@ class PackedMatrix {
   std::int64_t columns() const { return columns_; }  ///< K
   std::int64_t bytes() const { return data_.bytes(); }
 
-  /// Stored tiles of W^T; of bf16.
+  /// Of bf16.
   const TileMatrix& tiles() const { return tiles_; }
   /// Of fp32.
   const float* panels() const { return static_cast<const float*>(data_.data()); }

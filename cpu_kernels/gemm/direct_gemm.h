@@ -33,7 +33,7 @@ class DirectSlices {
     count_ = 0;
     size_ = 0;
     // A rest of less than half a slice, an adapter's for example, joins the last one: it is not worth a visit of C.
-    while (left_ > 0 && count_ < kMaxParts && (size_ < depth_ || left_ <= depth_ / 2)) {
+    while (left_ > 0 && count_ < kMaxParts && (size_ < depth_ || left_ < depth_ / 2)) {
       const std::int64_t begin = begin_, columns = segments_[segment_].weights.columns;
       const std::int64_t room = kMostTiles - RoundUp(size_, kSuperblock), rest = columns - begin;
       std::int64_t tiles = rest < depth_ ? rest : depth_;

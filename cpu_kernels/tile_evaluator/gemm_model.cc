@@ -139,7 +139,7 @@ class TaskCounter {
       pieces.right = 1;
       depth = std::min(depth, kSliceTiles * kTileColumns);
       // A rest of less than half a slice joins the last one.
-      parts *= std::max<std::int64_t>(1, (CeilDiv(call_depth, kTileColumns) + kSliceTiles / 2 - 1) / kSliceTiles);
+      parts *= std::max<std::int64_t>(1, (CeilDiv(call_depth, kTileColumns) + kSliceTiles / 2) / kSliceTiles);
     }
     if (slices && unit && !ring && depth <= kSliceTiles * kTileColumns) pieces.left = 1;
     if (cost.few) {
