@@ -65,21 +65,24 @@ MOESAIC_INLINE U16x32 NarrowEvenOdd(const EvenOdd& v) {
 #endif
 }
 
-/// body(first column, how many <= kStep, whether the address is aligned for streaming) over a row: with `stream`, so that all
-/// whole steps are aligned, wherever the row begins.
+/// body(first column, how many <= kStep, whether to stream) over a row: with `stream` whole cache lines, wherever the row
+/// begins. A line that is half streamed and half stored would go to memory and back.
 template <std::int64_t kStep = 16, typename T, class Body>
 MOESAIC_INLINE void ForVectors(const T* out, std::int64_t columns, bool stream, Body body) {
-  constexpr auto kBytes = static_cast<std::int64_t>(kStep * sizeof(T));
+  constexpr std::int64_t kLine = 64 / sizeof(T);
+  static_assert(kLine % kStep == 0);
   std::int64_t c = 0;
   if (stream) {
-    const auto beyond = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(out) % kBytes);
-    if (beyond != 0) {
-      c = (kBytes - beyond) / static_cast<std::int64_t>(sizeof(T));
-      if (c > columns) c = columns;
-      body(std::int64_t{0}, c, false);
+    const auto beyond = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(out) % 64 / sizeof(T));
+    const std::int64_t before = beyond == 0 ? 0 : kLine - beyond, end = before < columns ? before : columns;
+    while (c < end) {
+      const std::int64_t n = end - c < kStep ? end - c : kStep;
+      body(c, n, false);
+      c += n;
     }
+    for (const std::int64_t last = c + (columns - c) / kLine * kLine; c < last; c += kStep) body(c, kStep, true);
   }
-  for (; c + kStep <= columns; c += kStep) body(c, kStep, stream);
+  for (; c + kStep <= columns; c += kStep) body(c, kStep, false);
   if (c < columns) body(c, columns - c, false);
 }
 
