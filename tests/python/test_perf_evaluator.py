@@ -156,6 +156,31 @@ def test_this_host_is_measured_once(tmp_path, monkeypatch, here):
     assert Machine.here() == here and len(calls) == 2
 
 
+@pytest.mark.parametrize(
+    ("told", "really", "held"),
+    [
+        (256 << 20, 512 << 20, 256 << 20),  # all of it
+        (256 << 20, 200 << 20, 256 << 20),  # three quarters of it are read at L3's rate
+        (256 << 20, 150 << 20, 128 << 20),
+        (256 << 20, 40 << 20, 32 << 20),
+        (256 << 20, 0, 32 << 20),  # more than the rate of L3 was measured with, 8 MB a thread
+        (12 << 20, 0, 12 << 20),  # nor where that is all there is
+    ],
+)
+def test_what_a_guest_gets_of_the_last_level_cache(told, really, held):
+    """Two threads with 2 MB of L2 each; 100 GB/s from as much of L3 as is really there, 20 from memory."""
+
+    class Reads:
+        def read(self, block_bytes, seconds):
+            assert seconds > 0
+            return 100.0 if 2 * block_bytes <= really else 20.0
+
+    host = object.__new__(measure._Host)  # without measuring
+    host.l2, host.shared_l3, host.l3, host.threads = 2 << 20, told, told, 2
+    assert host.l3_held(Reads(), [400.0, 200.0, 100.0, 20.0]) == held
+    assert host.l3_held(Reads(), [400.0, 200.0, 21.0, 20.0]) == told  # as slow as memory: nothing tells them apart
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_measured_figures_make_sense(monkeypatch, threads):
     monkeypatch.setattr(measure, "_far", lambda l3: 16 << 20)  # quick; whether that is far does not matter here
