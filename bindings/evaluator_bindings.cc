@@ -237,7 +237,8 @@ void RegisterEvaluator(py::module_& module) {
   py::class_<GroupedGemm>(module, "GroupedGemm", "A grouped GEMM on the engine's threads; profiling/bench/grouped_gemm.h.")
       .def(py::init<const std::string&, const ProblemTuple&, std::int64_t>(), py::arg("isa"), py::arg("shape"),
            py::arg("weight_bytes") = 0, py::call_guard<py::gil_scoped_release>())
-      .def("measure", &GroupedGemm::Measure, py::arg("configurations"), py::arg("count"), py::call_guard<py::gil_scoped_release>())
+      .def("measure", &GroupedGemm::Measure, py::arg("configurations"), py::arg("count"),
+           py::call_guard<py::gil_scoped_release>())
       .def("digest", &GroupedGemm::Digest);
 }
 

@@ -5,8 +5,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "bindings/tensor.h"
 #include "bindings/interpreter_end.h"
+#include "bindings/tensor.h"
 #include "cpu_kernels/fused/linear.h"
 #include "threadpool/pool.h"
 

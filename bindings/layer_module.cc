@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "bindings/arena.h"
-#include "bindings/tensor.h"
 #include "bindings/interpreter_end.h"
+#include "bindings/tensor.h"
 #include "moe/layer.h"
 #include "profiling/calls.h"
 #include "threadpool/pool.h"

@@ -12,11 +12,11 @@
 #include "bindings/bench_bindings.h"
 #include "bindings/evaluator_bindings.h"
 #include "bindings/fused_bindings.h"
+#include "bindings/interpreter_end.h"
 #include "bindings/layer_module.h"
 #include "bindings/profiling_bindings.h"
 #include "bindings/sampling_bindings.h"
 #include "bindings/tensor.h"
-#include "bindings/interpreter_end.h"
 #include "cpu_kernels/fused/linear.h"
 #include "cpu_kernels/isa.h"
 #include "moe/workspace.h"
@@ -83,7 +83,8 @@ void BindHost(py::module_& module) {
   module.def("isa", [] { return ChosenIsa(); });
   module.def("isa_tiers", [] { return ToList(IsaTiers(), TierToDict); });
   module.def(
-      "verify_isa", [](const std::string& name) { return VerifyIsa(name); }, py::arg("name"), py::call_guard<py::gil_scoped_release>());
+      "verify_isa", [](const std::string& name) { return VerifyIsa(name); }, py::arg("name"),
+      py::call_guard<py::gil_scoped_release>());
   module.def("cpu_name", [] { return CpuName(); });
 }
 

@@ -86,7 +86,8 @@ enum class Form { kFp32, kDirect, kUnpack };
 Plan MakePlan(const Shape& shape, Form form, bool whole_rows, int threads) {
   const std::int64_t columns = RoundUp(shape.columns, 32), depth = RoundUp(shape.depth, 32);
   const bool is_bf16 = form != Form::kFp32, sliced = form == Form::kDirect && ChosenKernels().unpack_overlaps;
-  const std::int64_t input_bytes = is_bf16 ? 2 * (sliced ? std::min(depth, kSlicesDepth) : depth) : 4 * std::min(depth, kFp32Depth);
+  const std::int64_t input_bytes =
+      is_bf16 ? 2 * (sliced ? std::min(depth, kSlicesDepth) : depth) : 4 * std::min(depth, kFp32Depth);
   const std::int64_t row_bytes = input_bytes + 4 * (whole_rows ? columns : std::min(columns, kChunkColumns));
   // Beside the rows: two tile columns of weights, unpacked, or some panels of them.
   const std::int64_t fixed = form == Form::kUnpack ? 128 * depth : 64 << 10;
