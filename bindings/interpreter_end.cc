@@ -27,7 +27,7 @@ bool IsNotTheEndingThread() { return ending && pthread_equal(ending_thread, pthr
 /// Unwinding is no C++ exception, so none is current where it reaches a function that throws nothing.
 [[noreturn]] void SleepIfUnwound() {
   while (IsNotTheEndingThread() && std::current_exception() == nullptr) pause();
-  terminate_before();
+  if (terminate_before != nullptr) terminate_before();
   std::abort();
 }
 
@@ -63,7 +63,8 @@ void UsesTorch::End() {
 
 void WatchForTheEnd() {
   pthread_atfork(nullptr, nullptr, [] { inside = own_inside; });  // a child has the forking thread alone
-  terminate_before = std::set_terminate(&SleepIfUnwound);
+  // An import that failed later on may come again.
+  if (std::get_terminate() != &SleepIfUnwound) terminate_before = std::set_terminate(&SleepIfUnwound);
   py::module_::import("atexit").attr("register")(py::cpp_function(&WaitForTheLast));
 }
 

@@ -93,7 +93,10 @@ Plan MakePlan(const Shape& shape, Form form, bool whole_rows, int threads) {
   const std::int64_t fixed = form == Form::kUnpack ? 128 * depth : 64 << 10;
   const std::int64_t budget = std::max<std::int64_t>(HostCaches().l2 / 8 * 7 - fixed, 0);
   // fp32 weights take twice as long to multiply with as to bring, at 128 rows already; more only fill the cache.
-  const std::int64_t most = std::clamp<std::int64_t>(budget / row_bytes / 32 * 32, 64, is_bf16 ? 256 : 128);
+  // A block's whole operand is kept, and read again for each chunk of columns: no more of it than L2 holds.
+  const std::int64_t operand_rows = is_bf16 ? HostCaches().l2 / (2 * depth) : budget / row_bytes;
+  const std::int64_t fitting = std::min(budget / row_bytes, operand_rows) / 32 * 32;
+  const std::int64_t most = std::clamp<std::int64_t>(fitting, 64, is_bf16 ? 256 : 128);
   Plan plan{};
   // Below 128 rows too little is computed with what is read of the weights; above that, two blocks a thread.
   const std::int64_t half = RoundUp(CeilDiv(shape.rows, 2 * threads), 32);
