@@ -89,8 +89,9 @@ Plan MakePlan(const Shape& shape, Form form, bool whole_rows, int threads) {
   const std::int64_t input_bytes =
       is_bf16 ? 2 * (sliced ? std::min(depth, kSlicesDepth) : depth) : 4 * std::min(depth, kFp32Depth);
   const std::int64_t row_bytes = input_bytes + 4 * (whole_rows ? columns : std::min(columns, kChunkColumns));
-  // Beside the rows: two tile columns of weights, unpacked, or some panels of them.
-  const std::int64_t fixed = form == Form::kUnpack ? 128 * depth : 64 << 10;
+  // Beside the rows: two tile columns of weights, unpacked, or a cell's panels of them and the next ones.
+  const std::int64_t panels = 64 * (sliced ? std::min(depth, kSlicesDepth) : depth) * ChosenKernels().left_panels;
+  const std::int64_t fixed = form == Form::kUnpack ? 128 * depth : form == Form::kDirect ? panels : 64 << 10;
   const std::int64_t budget = std::max<std::int64_t>(HostCaches().l2 / 8 * 7 - fixed, 0);
   // fp32 weights take twice as long to multiply with as to bring, at 128 rows already; more only fill the cache.
   // A block's whole operand is kept, and read again for each chunk of columns: no more of it than L2 holds.
@@ -165,6 +166,7 @@ class LinearRun {
     pool_.ParallelFor(CeilDiv(shape_.rows, kRowsApart), [&](std::int64_t i, int worker) {
       const std::int64_t row = i * kRowsApart;
       Epilogue(row, std::min(kRowsApart, shape_.rows - row), 0, shape_.columns, sums + row * ld_, MemoryOf(worker));
+      if (stream_) FinishStores();
     });
   }
 
@@ -211,7 +213,11 @@ class LinearRun {
     Memory memory = MemoryOf(worker);
     const std::int64_t row = block.begin, rows = block.end - block.begin;
     const std::int64_t end = std::min(column + plan_.split_columns, shape_.columns);
-    if (args_.weight == nullptr) return Epilogue(row, rows, column, end, nullptr, memory);
+    if (args_.weight == nullptr) {
+      Epilogue(row, rows, column, end, nullptr, memory);
+      if (stream_) FinishStores();
+      return;
+    }
     PackInput(row, rows, memory);
     const std::int64_t step = has_norm_ ? end - column : kChunkColumns;
     const std::int64_t rows_at_once = form_ == Form::kDirect ? kPanelRows : rows;
@@ -222,10 +228,10 @@ class LinearRun {
       for (std::int64_t first = 0; first < rows; first += rows_at_once) {
         float* const of_rows = all_sums != nullptr ? sums + first * ld_ : sums;
         if (form_ == Form::kDirect) TurnPanel(first, to - from, of_rows, memory);
-        if (all_sums != nullptr) continue;
-        Epilogue(row + first, std::min(rows_at_once, rows - first), from, to, of_rows, memory);
+        if (all_sums == nullptr) Epilogue(row + first, std::min(rows_at_once, rows - first), from, to, of_rows, memory);
       }
     }
+    if (stream_) FinishStores();
   }
 
   void PackInput(std::int64_t row, std::int64_t rows, Memory& memory) const {
@@ -282,9 +288,9 @@ class LinearRun {
       gemm.activation_panels = memory.input.panels;
       gemm.c = memory.transposed_sums;
       gemm.ldc = SumsPitch(plan_.block_rows);
-      // The next block begins with the first columns again.
+      // After the last columns the next block begins with the first; where columns are split, nobody knows with which.
       const std::int64_t next = to < shape_.columns ? to / kPanelRows : 0;
-      gemm.prefetch = {weights, next, weights.panels - next, 0, weights.columns};
+      if (plan_.splits == 1) gemm.prefetch = {weights, next, weights.panels - next, 0, weights.columns};
       return kernels_.direct_gemm(gemm);
     }
     UnpackGemmArgs gemm;
@@ -341,7 +347,6 @@ class LinearRun {
     epilogue.normalized = At(args_.normalized, row, from);
     epilogue.inverse_std = args_.inverse_std != nullptr ? args_.inverse_std + row : nullptr;
     kernels_.fused.row_epilogue(epilogue);
-    if (stream_) FinishStores();
   }
 
   const LinearArgs& args_;

@@ -179,7 +179,7 @@ TEST_P(FusedKernelsTest, RowEpilogue) {
     for (const EpilogueCase& c : cases) {
       for (const std::int64_t columns : {2, 7, 15, 16, 17, 31, 32, 33, 47, 64, 65, 100, 770}) {
         SCOPED_TRACE(testing::Message() << columns << " columns, dtype " << static_cast<int>(dtype));
-        CheckEpilogue(*tier_, dtype, columns, c, columns % 3 == 0);
+        for (const bool stream : {false, true}) CheckEpilogue(*tier_, dtype, columns, c, stream);
         if (HasFatalFailure()) return;
       }
     }
@@ -310,18 +310,23 @@ TEST_P(FusedKernelsTest, SiluMulAndItsBackward) {
 }
 
 /// A layer of integers, whose sums are exact: [rows, k] x [n, k]^T, or [rows, n] x [n, k].
-void CheckExactLinear(DType dtype, std::int64_t rows, std::int64_t n, std::int64_t k, bool transposed, threadpool::Pool& pool) {
+/// With a norm, what lies before it.
+void CheckExactLinear(DType dtype, std::int64_t rows, std::int64_t n, std::int64_t k, bool transposed, Norm norm,
+                      threadpool::Pool& pool) {
   std::mt19937_64 random(static_cast<std::uint64_t>(rows + n + k));
   const Dense weight = RandomIntegers(n, k, random), x = RandomIntegers(rows, transposed ? n : k, random);
   const Rows weight_rows(dtype, weight, k), x_rows(dtype, x, x.cols + 3);
   const std::int64_t columns = transposed ? k : n;
   const fused::PackedMatrix packed(weight_rows.view(), pool);
-  const Rows result(dtype, rows, columns, columns + 5);
+  const bool has_norm = norm != Norm::kNone;
+  const Rows result(dtype, rows, columns, has_norm ? columns : columns + 5), out(dtype, rows, columns, columns);
   fused::LinearArgs args;
   args.x = x_rows.view();
   args.weight = &packed;
   args.transposed = transposed;
-  args.out = result.view();
+  args.norm = norm;
+  args.out = has_norm ? out.view() : result.view();
+  if (has_norm) args.pre = result.view();
   fused::Linear(args, pool);
   result.ExpectGapsUntouched();
   for (std::int64_t r = 0; r < rows; ++r) {
@@ -394,17 +399,23 @@ TEST_P(FusedKernelsTest, ExactProductsOfEverySizeAndDivision) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
     for (const bool transposed : {false, true}) {
       for (const std::int64_t rows : {1, 17, 70, 300}) {
-        for (const auto& [n, k] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {33, 130}, {130, 47}, {600, 290}}) {
-          SCOPED_TRACE(testing::Message() << "[" << n << ", " << k << "], " << rows << " rows"
-                                          << (transposed ? ", transposed" : ""));
-          CheckExactLinear(dtype, rows, n, k, transposed, rows == 300 && n == 600 ? one : many);
-          if (HasFatalFailure()) {
-            ForceIsa("");
-            return;
+        // The contractions of 768 and 1,300 are several slices on a matrix unit.
+        for (const auto& [n, k] :
+             {std::pair<std::int64_t, std::int64_t>{1, 1}, {33, 130}, {130, 47}, {600, 290}, {70, 768}, {33, 1300}}) {
+          for (const Norm norm : {Norm::kNone, Norm::kRmsNorm}) {
+            SCOPED_TRACE(testing::Message()
+                         << "[" << n << ", " << k << "], " << rows << " rows" << (transposed ? ", transposed" : ""));
+            CheckExactLinear(dtype, rows, n, k, transposed, norm, rows == 300 && n == 600 ? one : many);
+            if (HasFatalFailure()) {
+              ForceIsa("");
+              return;
+            }
           }
         }
       }
     }
+    // More than the caches hold: rows that are no whole lines are streamed.
+    CheckExactLinear(dtype, 3000, 770, 33, false, Norm::kNone, one);
   }
   ForceIsa("");
 }
