@@ -22,11 +22,11 @@ std::atomic<int> inside{0};
 thread_local int own_inside = 0;
 std::terminate_handler terminate_before = nullptr;
 
-bool IsNotTheEndingThread() { return ending && pthread_equal(ending_thread, pthread_self()) == 0; }
+bool EndsOnAnotherThread() { return ending && pthread_equal(ending_thread, pthread_self()) == 0; }
 
 /// Unwinding is no C++ exception, so none is current where it reaches a function that throws nothing.
 [[noreturn]] void SleepIfUnwound() {
-  while (IsNotTheEndingThread() && std::current_exception() == nullptr) pause();
+  while (EndsOnAnotherThread() && std::current_exception() == nullptr) pause();
   if (terminate_before != nullptr) terminate_before();
   std::abort();
 }
@@ -45,7 +45,7 @@ void WaitForTheLast() {
 }  // namespace
 
 void UsesTorch::Begin() {
-  if (IsNotTheEndingThread()) {
+  if (EndsOnAnotherThread()) {
     PyErr_SetNone(PyExc_SystemExit);
     throw py::error_already_set();
   }

@@ -24,9 +24,12 @@ class UsesTorch {
   bool inside_ = false;
 };
 
-/// Called once while the module is imported. Registers with Python's atexit what waits for UsesTorch; and from then on a thread
+/// Called while the module is imported. Registers with Python's atexit what waits for UsesTorch; and from then on a thread
 /// whose unwinding reaches a destructor, instead of aborting the process, sleeps until it is gone (as Python 3.14 has such
-/// threads do at once): in one that returns from the engine, and in one that drops its last tensors on its way out.
+/// threads do at once): for example where a call has returned and takes the lock again, or where a thread drops its last
+/// tensors. It is std::terminate that sleeps, once the end has begun: also for a thread that calls it for another reason
+/// without a current exception. Not helped are a `catch (...)` that swallows an unwinding (the C library aborts), and frames of
+/// other libraries where this one has a C++ runtime of its own.
 void WatchForTheEnd();
 
 }  // namespace moesaic::bindings

@@ -227,7 +227,8 @@ struct KernelTier {
   std::int64_t left_panels;    ///< of one cell (gemm/cell.h): what its edges are a multiple of
   std::int64_t right_panels;   ///<
   std::int64_t most_few_rows;  ///< see DirectGemmArgs::few_rows; 0: there is no such form
-  bool unpack_overlaps;        ///< the unpack form interleaves weights beside its products instead of before them
+  bool unpack_overlaps;        ///< the unpack form interleaves weights beside its products instead of before them: a matrix
+                               ///< unit, which takes contractions in slices in both forms
   bool (*runs_here)();         ///< supported by the CPU and permitted by the operating system
   void (*direct_gemm)(const DirectGemmArgs&);
   void (*unpack_gemm)(const UnpackGemmArgs&);

@@ -9,7 +9,7 @@ namespace moesaic::fused {
 
 enum class FusedStage : std::int8_t {
   kPack,                ///< pack: rows of x become tiles
-  kGemm,                ///< gemm
+  kGemm,                ///< gemm; and turning its sums, 16 rows at a time
   kEpilogue,            ///< epilogue: bias, activation, residual, rounding
   kNorm,                ///< norm: the same, with a norm
   kSiluMul,             ///< silu_mul
