@@ -160,6 +160,7 @@ struct SwigluBackwardArgs {
   std::int64_t block = 0;                 ///< which 32 rows of I
   TileMatrix d_gate;                      ///< operand tiles [tokens][I]: column `block` is written
   TileMatrix d_up;
+  TileMatrix z;         ///< the same; data null: left out
   TileMatrix d_gate_t;  ///< operand tiles [32][tokens] of the block; data null: left out
   TileMatrix d_up_t;
   TileMatrix z_t;
@@ -218,6 +219,57 @@ struct StoreRowsArgs {
   std::int64_t out_stride = 0;    ///< elements
 };
 
+/// One parameter of an adapter as it lies in memory, fp32, or a range of its features.
+struct LowRankPiece {
+  const float* parameter = nullptr;
+  float* gradient = nullptr;                             ///< null: not wanted
+  std::int64_t feature_stride = 1, rank_stride = 0;      ///< elements
+  std::int64_t gradient_feature_stride = 1, gradient_rank_stride = 0;
+  std::int64_t first_rank = 0, ranks = 0;                ///< its place among those of all pieces
+};
+
+/// Most rows of an expert in the forms below.
+inline constexpr std::int64_t kMostLowRankSlots = 48;
+
+/// Sixteen experts, or the fewer that are left, whose parameters lie side by side. Their first rows are slot 0, and so on.
+struct LowRankGroup {
+  std::int64_t width = 16;            ///< experts
+  std::int64_t slots = 0;             ///< most rows of one of them, at most kMostLowRankSlots
+  const void* const* rows = nullptr;  ///< [slots][16] rows of activations; null: that expert has fewer
+  void* const* out = nullptr;         ///< [slots][16] rows of results; null: dropped
+  const float* low = nullptr;         ///< [slots][ranks][16]; zero where an expert has fewer rows
+  float* sums = nullptr;              ///< [slots][ranks][16]; null: not wanted
+};
+
+/// With L = low, P(f, j) the parameter of rank j and feature f at f * feature_stride + j * rank_stride + 16 * group + expert:
+///   expand_across_experts    out[s][x][first_feature + f] = sum over j of L[s][j][x] P(f, j)
+///   contract_across_experts  sums[s][j][x] += sum over f of rows[s][x][first_feature + f] P(f, j)
+///                            gradient(f, j) = sum over s of rows[s][x][first_feature + f] L[s][j][x]
+struct AcrossExpertsArgs {
+  std::span<const LowRankPiece> pieces;
+  std::span<const LowRankGroup> groups;
+  std::int64_t ranks = 0;  ///< of all pieces
+  std::int64_t first_feature = 0, features = 0;
+  DType dtype = DType::kFloat32;  ///< of rows, or of out: fp32 or bf16
+  float* scratch = nullptr;       ///< [groups][16][ranks][16], 64-byte aligned
+};
+
+/// For one expert, with P(j, f) at j * rank_stride + f:
+///   contract_along_features  sums[i][j] = sum over f of rows[i][f] P(j, f), in sixteen interleaved parts
+///   expand_along_features    out[i][f] = sum over j of low[i][j] P(j, f)
+///   outer_along_features     gradient(j, f) = sum over i of rows[i][f] low[i][j]; zeros where count is 0
+struct AlongFeaturesArgs {
+  std::span<const LowRankPiece> pieces;
+  std::int64_t ranks = 0;  ///< of all pieces
+  std::int64_t features = 0;
+  std::int64_t count = 0;  ///< rows
+  const void* const* rows = nullptr;
+  void* const* out = nullptr;
+  DType dtype = DType::kFloat32;  ///< of rows, or of out: fp32 or bf16
+  const float* low = nullptr;     ///< [count][ranks]
+  float* sums = nullptr;          ///< [count][ranks]
+};
+
 /// out[j * out_stride + i] = rows[i][j] for 16 x 16 floats; a null row reads as zeros.
 using TransposeFunction = void (*)(const float* const* rows, float* out, std::int64_t out_stride);
 
@@ -242,6 +294,11 @@ struct KernelTier {
   void (*pack_columns)(const PackColumnsArgs&);
   void (*store_columns)(const StoreColumnsArgs&);
   void (*store_rows)(const StoreRowsArgs&);
+  void (*expand_across_experts)(const AcrossExpertsArgs&);
+  void (*contract_across_experts)(const AcrossExpertsArgs&);
+  void (*contract_along_features)(const AlongFeaturesArgs&);
+  void (*expand_along_features)(const AlongFeaturesArgs&);
+  void (*outer_along_features)(const AlongFeaturesArgs&);
   FusedKernels fused;
   const SamplingKernels* sampling;
 };

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "cpu_kernels/elementwise/low_rank.h"
 #include "cpu_kernels/elementwise/merge_rows.h"
 #include "cpu_kernels/elementwise/pack_columns.h"
 #include "cpu_kernels/elementwise/pack_rows.h"
@@ -66,6 +67,11 @@ constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
           PackColumns,
           StoreColumns,
           StoreRows,
+          ExpandAcrossExperts,
+          ContractAcrossExperts,
+          ContractAlongFeatures,
+          ExpandAlongFeatures,
+          OuterAlongFeatures,
           {RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, Fp32Gemm},
           &kSamplingKernels};
 }

@@ -1,6 +1,7 @@
 #include "moe/backward.h"
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "cpu_kernels/tensor_access.h"
@@ -10,7 +11,7 @@
 namespace moesaic::moe {
 
 std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, std::int64_t hidden, std::int64_t inner,
-                                   const LoraCall& lora, bool in_chunks) {
+                                   const LoraCall& lora, bool in_chunks, bool keeps_z) {
   Carver carver(memory);
   const auto place = [&](bool wanted, TileMatrix tiles) {
     if (!wanted) return TileMatrix{};
@@ -30,6 +31,7 @@ std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, std::int64_t
   d_gate = take(true, rows, inner);
   d_up = take(true, rows, inner);
   p = take_split(lora.input_rank());
+  z = take(keeps_z, rows, inner);
   d_weight = carver.Take<float>(CeilDiv(inner, kIntermediateUnit) * rows);
   p_t = {take(lora.wants(kLoraA), r1, rows), take(lora.wants(kLoraA), r1, rows)};
   const TileMatrix by_rank1 = TileMatrix::RowPairs(nullptr, rows, lora.input_rank());
@@ -66,7 +68,8 @@ BackwardPass::BackwardPass(const LayerConfig& config, const PackedWeights& weigh
 
 BackwardBuffers BackwardPass::BuffersOf(std::int64_t job) const {
   BackwardBuffers buffers;
-  buffers.Bind(JobMemory(job), RoundUp(jobs[job].rows, kTileColumns), config.hidden_size, InnerOf(jobs[job]), lora, in_chunks_);
+  buffers.Bind(JobMemory(job), RoundUp(jobs[job].rows, kTileColumns), config.hidden_size, InnerOf(jobs[job]), lora, in_chunks_,
+               in_place && in_place->lora().wants(kLoraADownT));
   return buffers;
 }
 
@@ -76,6 +79,56 @@ void BackwardPass::LoadWeights(const Job& job, float* routing_weights) const {
 }
 
 bool BackwardPass::wants_gate_up() const { return args_.d_hidden.defined() || lora.wants(kLoraA); }
+
+TaskId BackwardPass::BeginInPlace() {
+  const std::int64_t count = tokens * top_k;
+  const bool wants_p = args_.d_hidden.defined() || in_place->lora().wants(kLoraA);
+  workspace->in_place.Ensure(in_place->BindBackward(nullptr, row_pitch(), count, wants_p));
+  in_place->BindBackward(workspace->in_place.data(), row_pitch(), count, wants_p);
+  const TaskId low = AddSweep(this, Sweep<&BackwardPass::LoadLow>, static_cast<std::int64_t>(jobs.size()), -1);
+  return AddSweep(this, Sweep<&BackwardPass::ContractDown>, in_place->Sweeps(kLoraBDownT), low);
+}
+
+TaskId BackwardPass::EndInPlace(TaskId computed) {
+  const TaskId swept = Swept();
+  const TaskId gate = AddSweep(this, Sweep<&BackwardPass::ContractGate>, in_place->Sweeps(kLoraBGate), swept);
+  const TaskId up = AddSweep(this, Sweep<&BackwardPass::ContractUp>, in_place->Sweeps(kLoraBUp), swept);
+  const TaskId both = Join(std::array{gate, up});
+  return Join(std::array{computed, AddSweep(this, Sweep<&BackwardPass::InputInPlace>, config.num_experts, both)});
+}
+
+void BackwardPass::LoadLow(std::int64_t index) {
+  const Job& job = jobs[index];
+  PhaseRange range(Phase::kD4LoraGrad);
+  float routing_weights[kMaxChunkRows];
+  LoadWeights(job, routing_weights);
+  const std::int64_t r1 = in_place->lora().input_rank(), r2 = in_place->lora().down_rank();
+  in_place->LoadLow(job, args_.saved->gate_up_low + job.begin * r1, args_.saved->down_low + job.begin * r2, routing_weights);
+  for (std::int64_t i = 0; i < job.rows; ++i) in_place->SetOutputRow(job, i, d_out_.Row(Slots(job)[i] / top_k));
+}
+
+void BackwardPass::ContractDown(std::int64_t sweep) {
+  PhaseRange range(Phase::kD4LoraGrad);
+  in_place->ContractDown(sweep, d_out_.dtype);
+}
+
+void BackwardPass::ContractGate(std::int64_t sweep) {
+  PhaseRange range(Phase::kGU3GateP, {.flops = 1}, {{Phase::kGU3GateDB, {.flops = 1}}});
+  in_place->ContractGateUp(kLoraBGate, sweep);
+}
+
+void BackwardPass::ContractUp(std::int64_t sweep) {
+  PhaseRange range(Phase::kGU3UpP, {.flops = 1}, {{Phase::kGU3UpDB, {.flops = 1}}});
+  in_place->ContractGateUp(kLoraBUp, sweep);
+}
+
+void BackwardPass::InputInPlace(std::int64_t expert) {
+  const void* rows[kMostLowRankSlots];
+  const std::int32_t *offsets = routing, *slots = routing + config.num_experts + 1;
+  for (std::int64_t r = offsets[expert]; r < offsets[expert + 1]; ++r) rows[r - offsets[expert]] = hidden_.Row(slots[r] / top_k);
+  PhaseRange range(Phase::kGU3GateDXLora, {.flops = 1}, {{Phase::kGU3GateDA, {.flops = 1}}});
+  in_place->InputGradients(expert, rows, hidden_.dtype);
+}
 
 void BackwardPass::Run(threadpool::Pool& pool) {
   Plan();
@@ -89,11 +142,12 @@ void BackwardPass::Run(threadpool::Pool& pool) {
     }
   }
   BackwardBuffers measure;
-  Allocate(measure.Bind(nullptr, most_rows, config.hidden_size, LargestShard(shards), lora, in_chunks_));
+  Allocate(measure.Bind(nullptr, most_rows, config.hidden_size, LargestShard(shards), lora, in_chunks_,
+                        in_place && in_place->lora().wants(kLoraADownT)));
 
   std::vector<Stage> stages;
   stages.push_back({Task<&BackwardPass::ScatterAndPack>, Cut::kWhole});
-  stages.push_back({Task<&BackwardPass::DownBase>, Cut::kIntermediate});
+  stages.push_back({Task<&BackwardPass::DownBase>, Cut::kIntermediate, false, true});
   if (in_chunks_ && (lora.wants(kLoraBGate) || lora.wants(kLoraBUp) || lora.wants(kLoraADownT))) {
     stages.push_back({Task<&BackwardPass::SumIntermediate>, Cut::kIntermediate, true});
   }
@@ -102,7 +156,8 @@ void BackwardPass::Run(threadpool::Pool& pool) {
     stages.push_back({Task<&BackwardPass::SumHidden>, Cut::kHidden, true});
   }
   if (args_.d_hidden.defined()) stages.push_back({Task<&BackwardPass::GateUpBase>, Cut::kHidden});
-  const TaskId computed = AddJobs(this, stages);
+  TaskId computed = AddJobs(this, stages, in_place ? BeginInPlace() : -1);
+  if (in_place) computed = EndInPlace(computed);
   if (args_.d_hidden.defined() || shard_d_weights_ != nullptr) {
     for (std::int64_t t = 0; t < tokens; t += blocking.tokens_per_merge) {
       graph.AddEdge(computed, graph.Add([](void* self, std::int64_t i, int) { Self(self).Merge(i); }, this, t));

@@ -29,6 +29,11 @@ void BackwardPass::ScatterAndPack(std::int64_t index, std::int64_t) {
     PackForDirect(job, rows, d_out_.dtype, buffers.d);
   }
   PhaseRange range(Phase::kD4LoraGrad, {.flops = 2.0 * job.rows * lora.down_rank() * config.hidden_size});
+  if (in_place) {
+    float routing_weights[kMaxChunkRows];
+    LoadWeights(job, routing_weights);
+    return in_place->DownGradientLow(job, routing_weights);
+  }
   DownLoraLow(job, buffers);
 }
 
@@ -101,14 +106,17 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   const std::int64_t capacity = RoundUp(job.rows, kTileColumns), size = kTileColumns * gemm.ldc,
                      step = blocking.blocks_per_step;
   TileMatrix transposed = TileMatrix::Activations(nullptr, kTileColumns, capacity);
+  const std::int64_t in_place_bytes = in_place ? in_place->ScratchBytes(job, step * kTileColumns) : 0;
   Carver carver(ThreadScratch(step * (size * static_cast<std::int64_t>(sizeof(float)) +
-                                      3 * (transposed.size() * static_cast<std::int64_t>(sizeof(BFloat16)) + 64))));
+                                      3 * (transposed.size() * static_cast<std::int64_t>(sizeof(BFloat16)) + 64)) +
+                              in_place_bytes));
   float* sums = carver.Take<float>(step * size);
   const auto take_transposed = [&](bool wanted) {
     if (!wanted) return TileMatrix{};
     transposed.data = carver.Take<BFloat16>(transposed.size());
     return transposed;
   };
+  void* in_place_scratch = carver.Take<char>(in_place_bytes);
   std::vector<SwigluBackwardArgs> step_blocks(static_cast<std::size_t>(step));
   for (SwigluBackwardArgs& swiglu : step_blocks) {
     const bool d_b = buffers.low.data != nullptr;
@@ -118,6 +126,7 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
     swiglu.routing_weight = routing_weights;
     swiglu.d_gate = buffers.d_gate;
     swiglu.d_up = buffers.d_up;
+    swiglu.z = buffers.z;
     swiglu.d_gate_t = take_transposed(d_b);
     swiglu.d_up_t = take_transposed(d_b);
     swiglu.z_t = take_transposed(buffers.wq.hi.data != nullptr);
@@ -125,6 +134,11 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   const Range blocks = RangeOf(index, Cut::kIntermediate, part);
   for (std::int64_t first = blocks.begin; first < blocks.end; first += step) {
     const std::int64_t end = std::min(first + step, blocks.end);
+    const std::int64_t feature = first * kTileColumns, features = (end - first) * kTileColumns;
+    if (in_place) {
+      PhaseRange range(Phase::kD4LoraGrad);
+      gemm.accumulate = in_place->StartDown(job, feature, features, sums, gemm.ldc, in_place_scratch);
+    }
     {
       const double inner = InnerOfBlocks(job, first, end);
       PhaseRange range(Phase::kD3Gemm, {2.0 * job.rows * inner * config.hidden_size, 2.0 * inner * config.hidden_size},
@@ -153,6 +167,10 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
         swiglu.block = block;
         kernels.swiglu_backward(swiglu);
       }
+    }
+    if (in_place) {
+      PhaseRange range(Phase::kD4LoraGrad);
+      in_place->KeepIntermediate(job, feature, features, buffers.z, buffers.d_gate, buffers.d_up, in_place_scratch);
     }
     BlockGradients(job, buffers, std::span(step_blocks).first(static_cast<std::size_t>(end - first)));
   }

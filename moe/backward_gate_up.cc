@@ -158,7 +158,7 @@ void BackwardPass::Merge(std::int64_t first) {
   const std::int64_t end = std::min(first + blocking.tokens_per_merge, tokens);
   if (shard_d_weights_ != nullptr) MergeWeights(first, end);
   if (!args_.d_hidden.defined()) return;
-  std::vector<const BFloat16*> rows(static_cast<std::size_t>(top_k) * shards.size());
+  std::vector<const BFloat16*> rows(static_cast<std::size_t>(top_k) * (shards.size() + 1));
   const std::vector<float> ones(rows.size(), 1.0f);
   for (std::int64_t t = first; t < end; ++t) {
     MergeRowsArgs merge;
@@ -167,6 +167,8 @@ void BackwardPass::Merge(std::int64_t first) {
       for (std::size_t shard = 0; shard < shards.size(); ++shard) {
         rows[merge.count++] = RowOf(static_cast<std::int64_t>(shard), t * top_k + j);
       }
+      const BFloat16* added = in_place ? in_place->AddedRow(t * top_k + j) : nullptr;
+      if (added != nullptr) rows[merge.count++] = added;
     }
     merge.rows = rows.data();
     merge.weights = ones.data();

@@ -27,9 +27,11 @@ struct BackwardBuffers {
   /// in several jobs, and used by all but the first of them.
   std::array<float*, kNumLoraMatrices> partial{};
 
+  TileMatrix z;  ///< operand [rows][I]: Z, for dA_d of adapters in place
+
   /// @param inner  rows of I
   std::int64_t Bind(void* memory, std::int64_t rows, std::int64_t hidden, std::int64_t inner, const LoraCall& lora,
-                    bool in_chunks);
+                    bool in_chunks, bool keeps_z);
 };
 
 /// Gradients that are summed where dG, dU and Z are computed, a step of some blocks of I at a time.
@@ -71,6 +73,19 @@ class BackwardPass : public Pass {
   void GateUpBase(std::int64_t job, std::int64_t part);                                ///< GU1 and GU3's dX for a range of H
   void Merge(std::int64_t first_token);  ///< GU4; dw, where several shards have a part of it
   void MergeWeights(std::int64_t first_token, std::int64_t end_token);
+
+  // In backward.cc: adapters in place.
+  TaskId BeginInPlace();                 ///< adds what comes before the jobs
+  TaskId EndInPlace(TaskId computed);    ///< and what comes behind them
+  template <void (BackwardPass::*kSweep)(std::int64_t index)>
+  static void Sweep(void* context, std::int64_t index, int) {
+    (Self(context).*kSweep)(index);
+  }
+  void LoadLow(std::int64_t job);
+  void ContractDown(std::int64_t sweep);     ///< D4: D B_d, dB_d
+  void ContractGate(std::int64_t sweep);     ///< GU3: dG B_g, dB_g
+  void ContractUp(std::int64_t sweep);       ///< GU3: dU B_u, dB_u
+  void InputInPlace(std::int64_t expert);    ///< GU3: P A, dA
 
   const BackwardArgs& args_;
   RowSource hidden_;

@@ -78,16 +78,59 @@ class ForwardPass : public Pass {
     workspace->rows.Ensure(RowBytes());
     ForwardBuffers measure;
     Allocate(measure.Bind(nullptr, most_rows, config.hidden_size, LargestShard(shards), lora));
+    const TaskId before = in_place ? BeginInPlace() : -1;
     const std::array stages = {
         Stage{Task<&ForwardPass::PackInput>, Cut::kWhole},
         Stage{Task<&ForwardPass::GateUp>, Cut::kIntermediate},
-        Stage{Task<&ForwardPass::DownLora>, Cut::kWhole},
+        Stage{Task<&ForwardPass::DownLora>, Cut::kWhole, false, true},
         Stage{Task<&ForwardPass::Down>, Cut::kHidden},
     };
-    const TaskId computed = AddJobs(this, stages);
+    TaskId computed = AddJobs(this, stages, before);
+    if (in_place && in_place->Sweeps(kLoraBDownT) > 0) {
+      const TaskId added = AddSweep(this, Sweep<&ForwardPass::ExpandDown>, in_place->Sweeps(kLoraBDownT), Swept());
+      computed = Join(std::array{computed, added});
+    }
     for (std::int64_t t = 0; t < tokens; t += blocking.tokens_per_merge) {
       graph.AddEdge(computed, graph.Add([](void* self, std::int64_t i, int) { Self(self).Merge(i); }, this, t));
     }
+  }
+
+  /// Adds what comes before the jobs: L of each, and the sweeps of B of gate and up.
+  TaskId BeginInPlace() {
+    const std::int64_t count = tokens * top_k;
+    workspace->in_place.Ensure(in_place->BindForward(nullptr, row_pitch(), count));
+    in_place->BindForward(workspace->in_place.data(), row_pitch(), count);
+    if (in_place->lora().input_rank() == 0) return -1;
+    const TaskId low = AddSweep(this, Sweep<&ForwardPass::InputLow>, static_cast<std::int64_t>(jobs.size()), -1);
+    const TaskId gate = AddSweep(this, Sweep<&ForwardPass::ExpandGate>, in_place->Sweeps(kLoraBGate), low);
+    const TaskId up = AddSweep(this, Sweep<&ForwardPass::ExpandUp>, in_place->Sweeps(kLoraBUp), low);
+    return Join(std::array{gate, up});
+  }
+
+  template <void (ForwardPass::*kSweep)(std::int64_t index)>
+  static void Sweep(void* context, std::int64_t index, int) {
+    (Self(context).*kSweep)(index);
+  }
+
+  void InputLow(std::int64_t index) {
+    const Job& job = jobs[index];
+    const std::int64_t rank = in_place->lora().input_rank();
+    PhaseRange range(Phase::kGateUpLora, {.flops = 2.0 * job.rows * rank * config.hidden_size});
+    const void* rows[kMostLowRankSlots];
+    for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = hidden_.Row(Slots(job)[i] / top_k);
+    in_place->InputLow(job, rows, hidden_.dtype, args_.saved != nullptr ? args_.saved->gate_up_low + job.begin * rank : nullptr);
+  }
+  void ExpandGate(std::int64_t sweep) {
+    PhaseRange range(Phase::kGateUpLora);
+    in_place->ExpandGateUp(kLoraBGate, sweep);
+  }
+  void ExpandUp(std::int64_t sweep) {
+    PhaseRange range(Phase::kGateUpLora);
+    in_place->ExpandGateUp(kLoraBUp, sweep);
+  }
+  void ExpandDown(std::int64_t sweep) {
+    PhaseRange range(Phase::kDownLora);
+    in_place->ExpandDown(sweep);
   }
 
   static ForwardPass& Self(void* context) { return *static_cast<ForwardPass*>(context); }
@@ -176,6 +219,14 @@ class ForwardPass : public Pass {
     const Range blocks = RangeOf(index, Cut::kIntermediate, part);
     for (std::int64_t first = blocks.begin; first < blocks.end; first += blocking.blocks_per_step) {
       const std::int64_t end = std::min(first + blocking.blocks_per_step, blocks.end);
+      float *gate_sums = sums, *up_sums = sums + (end - first) * size;
+      bool gate_started = false, up_started = false;
+      if (in_place) {
+        PhaseRange range(Phase::kGateUpLora);
+        const std::int64_t feature = first * kTileColumns, features = (end - first) * kTileColumns;
+        gate_started = in_place->StartGateUp(kLoraBGate, job, feature, features, gate_sums, gemm.ldc);
+        up_started = in_place->StartGateUp(kLoraBUp, job, feature, features, up_sums, gemm.ldc);
+      }
       {
         const double outputs = 2.0 * job.rows * InnerOfBlocks(job, first, end), hidden = config.hidden_size;
         PhaseRange range(Phase::kGateUpGemm, {2 * outputs * hidden, 4.0 * InnerOfBlocks(job, first, end) * hidden},
@@ -183,11 +234,13 @@ class ForwardPass : public Pass {
         gemm.first_panel = 2 * first;
         gemm.panels = std::min(2 * end, gate.panels) - gemm.first_panel;
         gemm.segments = gate_segments;
-        gemm.c = sums;
+        gemm.c = gate_sums;
+        gemm.accumulate = gate_started;
         gemm.prefetch = {up, gemm.first_panel, gemm.panels, 0, up.columns};
         kernels.direct_gemm(gemm);
         gemm.segments = up_segments;
-        gemm.c = sums + (end - first) * size;
+        gemm.c = up_sums;
+        gemm.accumulate = up_started;
         gemm.prefetch = {};
         if (end < blocks.end) gemm.prefetch = {gate, 2 * end, gate.panels - 2 * end, 0, gate.columns};
         kernels.direct_gemm(gemm);
@@ -195,8 +248,8 @@ class ForwardPass : public Pass {
       PhaseRange range(Phase::kActivation);
       for (std::int64_t block = first; block < end; ++block) {
         SwigluForwardArgs swiglu;
-        swiglu.gate = sums + (block - first) * size;
-        swiglu.up = swiglu.gate + (end - first) * size;
+        swiglu.gate = gate_sums + (block - first) * size;
+        swiglu.up = up_sums + (block - first) * size;
         swiglu.ld = gemm.ldc;
         swiglu.tokens = job.rows;
         swiglu.rows = std::min(kTileColumns, InnerOf(job) - block * kTileColumns);
@@ -214,8 +267,13 @@ class ForwardPass : public Pass {
 
   /// V = s Z A_d^T.
   void DownLora(std::int64_t index, std::int64_t) {
-    if (lora.down_rank() == 0) return;
     const Job& job = jobs[index];
+    if (in_place && in_place->lora().down_rank() > 0) {
+      const std::int64_t rank = in_place->lora().down_rank();
+      PhaseRange range(Phase::kDownLora, {.flops = 2.0 * job.rows * rank * InnerOf(job)});
+      in_place->DownLow(job, BuffersOf(index).z, args_.saved != nullptr ? args_.saved->down_low + job.begin * rank : nullptr);
+    }
+    if (lora.down_rank() == 0) return;
     PhaseRange range(Phase::kDownLora, {.flops = 2.0 * job.rows * lora.down_rank() * InnerOf(job)});
     const ForwardBuffers buffers = BuffersOf(index);
     const GemmSegment segment{LoraOf(job).matrix[kLoraADownT], buffers.z};
@@ -254,7 +312,7 @@ class ForwardPass : public Pass {
   void Merge(std::int64_t first) {
     PhaseRange range(Phase::kMerge);
     const std::int64_t end = std::min(first + blocking.tokens_per_merge, tokens);
-    std::vector<const BFloat16*> rows(static_cast<std::size_t>(top_k) * shards.size());
+    std::vector<const BFloat16*> rows(static_cast<std::size_t>(top_k) * (shards.size() + 1));
     std::vector<float> row_weights(rows.size());
     for (std::int64_t t = first; t < end; ++t) {
       MergeRowsArgs merge;
@@ -265,6 +323,10 @@ class ForwardPass : public Pass {
           rows[merge.count] = RowOf(static_cast<std::int64_t>(shard), t * top_k + j);
           row_weights[merge.count++] = slot_weights_[t * top_k + j];
         }
+        const BFloat16* added = in_place ? in_place->AddedRow(t * top_k + j) : nullptr;
+        if (added == nullptr) continue;
+        rows[merge.count] = added;
+        row_weights[merge.count++] = slot_weights_[t * top_k + j];
       }
       merge.rows = rows.data();
       merge.weights = row_weights.data();

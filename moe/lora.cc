@@ -79,6 +79,50 @@ void LoraCall::AddDown(const LoraPair& pair, const LoraPairGrad* gradient) {
   down_scale_.insert(down_scale_.end(), static_cast<std::size_t>(rank), pair.scale);
 }
 
+bool LoraCall::LiesInPlace() const {
+  for (int i = 0; i < kNumLoraMatrices; ++i) {
+    const bool a = i == kLoraA || i == kLoraADownT;
+    const auto fits = [&](const Piece& piece, bool ranks_are_rows) {
+      const std::int64_t features = ranks_are_rows ? piece.column_stride : piece.row_stride;
+      return piece.dtype == DType::kFloat32 && (a ? features : piece.expert_stride) == 1;
+    };
+    for (const Piece& piece : pieces_[i].parameters) {
+      if (!fits(piece, i == kLoraA || i == kLoraBDownT)) return false;
+    }
+    for (const Piece& piece : pieces_[i].gradients) {
+      if (!fits(piece, i == kLoraA)) return false;
+    }
+  }
+  return true;
+}
+
+std::vector<LoraCall::PieceInPlace> LoraCall::InPlace(LoraMatrix m) const {
+  std::vector<PieceInPlace> pieces;
+  for (const Piece& from : pieces_[m].parameters) {
+    const bool ranks_are_rows = m == kLoraA || m == kLoraBDownT;
+    PieceInPlace to;
+    to.piece.parameter = static_cast<const float*>(from.data);
+    to.piece.feature_stride = ranks_are_rows ? from.column_stride : from.row_stride;
+    to.piece.rank_stride = ranks_are_rows ? from.row_stride : from.column_stride;
+    to.piece.first_rank = ranks_are_rows ? from.row : from.column;
+    to.piece.ranks = ranks_are_rows ? from.rows : from.columns;
+    to.expert_stride = from.expert_stride;
+    pieces.push_back(to);
+  }
+  for (const Piece& from : pieces_[m].gradients) {
+    const bool ranks_are_rows = m == kLoraA;
+    const std::int64_t first_rank = ranks_are_rows ? from.row : from.column;
+    for (PieceInPlace& to : pieces) {
+      if (to.piece.first_rank != first_rank) continue;
+      to.piece.gradient = static_cast<float*>(from.data);
+      to.piece.gradient_feature_stride = ranks_are_rows ? from.column_stride : from.row_stride;
+      to.piece.gradient_rank_stride = ranks_are_rows ? from.row_stride : from.column_stride;
+      to.gradient_expert_stride = from.expert_stride;
+    }
+  }
+  return pieces;
+}
+
 bool LoraCall::wants_any() const {
   return std::any_of(pieces_.begin(), pieces_.end(), [](const Pieces& p) { return !p.gradients.empty(); });
 }

@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "cpu_kernels/gemm/tiles.h"
+#include "cpu_kernels/kernels.h"
 #include "moe/config.h"
 #include "moe/shards.h"
 
@@ -78,6 +79,15 @@ class LoraCall {
   /// parameter is.
   std::int64_t gradient_rows(LoraMatrix m) const { return GradientSide(m, m == kLoraA); }
   std::int64_t gradient_columns(LoraMatrix m) const { return GradientSide(m, m != kLoraA); }
+
+  /// A parameter of the first expert where it lies, and elements to the next expert's.
+  struct PieceInPlace {
+    LowRankPiece piece;
+    std::int64_t expert_stride = 0, gradient_expert_stride = 0;
+  };
+  /// Whether all parameters and gradients are fp32, and lie as PEFT keeps them: features side by side in A, experts in B.
+  bool LiesInPlace() const;
+  std::vector<PieceInPlace> InPlace(LoraMatrix m) const;
 
   /// Bytes of one expert's matrices, and of its gradients.
   std::int64_t expert_bytes() const;

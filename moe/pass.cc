@@ -1,6 +1,7 @@
 #include "moe/pass.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "cpu_kernels/tensor_access.h"
 #include "moe/phases.h"
@@ -67,6 +68,10 @@ Pass::Pass(Phase direction, const LayerConfig& config_, const PackedWeights& wei
 
 void Pass::Plan() {
   jobs = BuildJobs(config, shards, routing);
+  if (shards.size() == 1 && LoraInPlace::Serves(config, lora, jobs)) {
+    in_place.emplace(config, std::move(lora_of_shard_.front()), jobs, routing + config.num_experts + 1);
+    lora_of_shard_.front() = LoraCall(config, shards.front(), {}, {});
+  }
   std::int64_t expert_bytes = 0;  // of all shards
   for (const LoraCall& call : lora_of_shard_) {
     expert_bytes += ExpertPitch(call.expert_bytes()) + ExpertPitch(call.gradient_bytes());
@@ -134,6 +139,7 @@ std::int64_t Pass::StageScratchBytes() const {
   const std::int64_t steps = 384 * std::max(most_rows, kMostStepBytes / 256);
   // Row pairs for a gradient, with a panel more in each column (TileMatrix::Activations).
   const std::int64_t gradient = kGradientBytes / 8 * 9;
+  if (in_place) return unpacked + steps + in_place->StageScratchBytes() + 256;
   return unpacked + std::max({8 * rank * most_rows, steps, 4 * kSumsPitch * most_rows, gradient}) + 256;
 }
 
@@ -354,6 +360,7 @@ std::vector<TaskId> Pass::AddJob(void* context, std::int64_t job, std::span<cons
       ++sum_index;
       own_sums.push_back(task);
     }
+    if (stage.swept) swept_.insert(swept_.end(), tasks.begin(), tasks.end());
     if (stage.sums) {
       open.insert(open.end(), tasks.begin(), tasks.end());
     } else {
@@ -365,7 +372,16 @@ std::vector<TaskId> Pass::AddJob(void* context, std::int64_t job, std::span<cons
   return open;
 }
 
-TaskId Pass::AddJobs(void* context, std::span<const Stage> stages) {
+TaskId Pass::AddSweep(void* context, TaskFunction function, std::int64_t count, TaskId after) {
+  std::vector<TaskId> tasks;
+  for (std::int64_t i = 0; i < count; ++i) {
+    tasks.push_back(graph.Add(function, context, i));
+    if (after >= 0) graph.AddEdge(after, tasks.back());
+  }
+  return tasks.empty() ? after : Join(tasks);
+}
+
+TaskId Pass::AddJobs(void* context, std::span<const Stage> stages, TaskId before) {
   const bool pack = lora.any(), write = lora.wants_any();
   const auto num_shards = static_cast<std::int64_t>(shards.size());
   std::int64_t job_tasks = 0;
@@ -391,6 +407,7 @@ TaskId Pass::AddJobs(void* context, std::span<const Stage> stages) {
       const std::int64_t shard = jobs[job].shard, turn = job_slots_ * num_shards;
       const TaskId begin = AddOfShard(BeginJob, job, shard, TaskGraph::Start::kInTurn);
       if (packed[shard] >= 0) graph.AddEdge(packed[shard], begin);
+      if (before >= 0) graph.AddEdge(before, begin);
       if (job >= turn) graph.AddEdge(job_ends[job - turn], begin);
       job_ends[job] = graph.Add(EndJob, this, job);
       for (TaskId task : AddJob(context, job, stages, begin, sums[shard])) graph.AddEdge(task, job_ends[job]);

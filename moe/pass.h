@@ -14,6 +14,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -22,6 +23,7 @@
 #include "moe/jobs.h"
 #include "moe/layer.h"
 #include "moe/lora.h"
+#include "moe/lora_in_place.h"
 #include "moe/packed_weights.h"
 #include "moe/phases.h"
 #include "moe/workspace.h"
@@ -65,6 +67,8 @@ struct Stage {
   /// Adds to the sums of the job's expert: waits for the same part of the expert's previous job, so that the order of addition
   /// is fixed, and the stages behind it do not wait for it.
   bool sums = false;
+  /// The sweeps of adapters in place that come behind the jobs wait for it.
+  bool swept = false;
 };
 
 /// A rank-wide intermediate in two bf16 parts, hi + lo: together they carry 16 bits of each value. One number of it stands in
@@ -105,7 +109,8 @@ class Pass {
   std::vector<LoraCall> lora_of_shard_;
 
  public:
-  const LoraCall& lora;  ///< of the first shard: ranks, scales and what is wanted are those of all
+  const LoraCall& lora;  ///< of the first shard: ranks, scales and what is wanted are those of all; none where `in_place` has them
+  std::optional<LoraInPlace> in_place;  ///< adapters that are used where they lie, since Plan()
   const std::int64_t tokens;
   const std::int64_t top_k;
   const std::int64_t padded_hidden;  ///< H rounded up to a tile
@@ -149,7 +154,7 @@ class Pass {
   std::int64_t PartsOf(std::int64_t job, Cut cut) const;
   Range RangeOf(std::int64_t job, Cut cut, std::int64_t part) const;
 
-  /// Cuts the routing into jobs.
+  /// Cuts the routing into jobs, and decides where adapters are used.
   void Plan();
   /// Lays out the rings and chooses the blocking. @param job_bytes  activations of one job with most_rows rows
   void Allocate(std::int64_t job_bytes);
@@ -159,9 +164,15 @@ class Pass {
     return expert_lora_[static_cast<std::size_t>(job.shard * config.num_experts + job.expert)];
   }
 
-  /// Adds the tasks of the whole call but the merge, and returns one that ends after all of them. `context` is what the stages'
-  /// functions get, and a Pass.
-  TaskId AddJobs(void* context, std::span<const Stage> stages);
+  /// Adds the tasks of the whole call but sweeps and the merge, and returns one that ends after all of them. `context` is what
+  /// the stages' functions get, and a Pass. Jobs begin after `before`, if it is none of -1.
+  TaskId AddJobs(void* context, std::span<const Stage> stages, TaskId before = -1);
+  /// Tasks 0 to count - 1 of a sweep, after one, and one that ends after all of them.
+  TaskId AddSweep(void* context, TaskFunction function, std::int64_t count, TaskId after);
+  /// Ends after all of them.
+  TaskId Join(std::span<const TaskId> tasks);
+  /// Ends after all stages that are `swept`.
+  TaskId Swept() { return Join(swept_); }
 
   /// Elements from one row of workspace->rows to the next: H rounded up to a tile, and a cache line more where rows would else
   /// lie a multiple of 1 KB apart and share cache sets. (Measured: 5 to 15% of the GEMM that writes them.)
@@ -190,7 +201,6 @@ class Pass {
   std::int64_t StageScratchBytes() const;
   /// Blocks or columns in one part.
   std::int64_t PartSize(std::int64_t job, Cut cut) const;
-  TaskId Join(std::span<const TaskId> tasks);
   /// A task that begins something of a shard: where there are several, on its node.
   TaskId AddOfShard(TaskFunction function, std::int64_t index, std::int64_t shard, TaskGraph::Start start);
   /// Tasks of one job; `sums` are those of the job before it of the same expert and shard, and then of this one.
@@ -216,6 +226,7 @@ class Pass {
 
   Phase direction_;
   std::int64_t job_bytes_ = 0;
+  std::vector<TaskId> swept_;
   std::int64_t job_slots_ = 1;                         ///< of each shard
   std::vector<std::unique_ptr<SlotPool>> free_slots_;  ///< by shard
   std::vector<std::int64_t> slot_of_job_;

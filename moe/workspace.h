@@ -16,6 +16,7 @@ struct Workspace {
   AlignedBuffer rows;          ///< bf16 [shards][T * k][H]: a row of Y (forward) or dX (backward) for each slot
   AlignedBuffer jobs;          ///< activations of the jobs in flight
   AlignedBuffer lora;          ///< packed adapters of the groups in flight, and their gradients' fp32 sums
+  AlignedBuffer in_place;      ///< what adapters of few rows hold from stage to stage; grows with T
   AlignedBuffer tokens;        ///< routing weights and tables, a few bytes a slot
   AlignedBuffer dense;         ///< bf16 [T][H]: hidden (forward) or d_out (backward), where the caller's has no dense rows
   AlignedBuffer dense_hidden;  ///< the same for hidden in the backward
@@ -63,7 +64,7 @@ void ReleaseWorkspaces();
 /// Bytes of all threads' scratch.
 std::int64_t ThreadScratchBytes();
 
-/// Bound on everything here but what grows with T (`rows`, `tokens`, `dense`, `dense_hidden`), and on the threads' scratch:
+/// Bound on everything here but what grows with T (`rows`, `in_place`, `tokens`, `dense`, `dense_hidden`), and on the threads' scratch:
 /// 64 MiB + 8 MiB a thread. It is kept for every layer of which one job, one expert's adapters with their gradients' sums, and
 /// the threads' scratch fit; where they do not, as with rank 256 on the largest experts and few threads, they take what they
 /// need.

@@ -13,16 +13,7 @@ using namespace moesaic;
 /// n <= 16 values; whole lines of fp32 past the caches.
 MOESAIC_INLINE void StoreLanes(const float* from, std::int64_t n, float* out) {
   if (n < 16) return StoreF32Part(out, LoadF32Part(from, n), n);
-#if defined(__AVX512F__)
-  if (IsAligned(out)) return _mm512_stream_ps(out, _mm512_loadu_ps(from));
-#elif defined(__AVX2__)
-  if (IsAligned(out)) {
-    _mm256_stream_ps(out, _mm256_loadu_ps(from));
-    _mm256_stream_ps(out + 8, _mm256_loadu_ps(from + 8));
-    return;
-  }
-#endif
-  StoreF32(out, LoadF32(from));
+  StreamF32(out, LoadF32(from));
 }
 MOESAIC_INLINE void StoreLanes(const float* from, std::int64_t n, BFloat16* out) {
   if (n < 16) {

@@ -141,6 +141,7 @@ inline void SwigluBackward(const SwigluBackwardArgs& args) {
   for (std::int64_t t = 0; t < args.d_gate.panels * kPanelRows; t += kPanelRows) {
     alignas(64) BFloat16 gate_pairs[kTileElements];
     alignas(64) BFloat16 up_pairs[kTileElements];
+    alignas(64) BFloat16 z_pairs[kTileElements];
     F32x16 d_weight{};
     float weights[16] = {};
     const std::int64_t valid = args.tokens - t < 16 ? args.tokens - t : 16;
@@ -150,6 +151,7 @@ inline void SwigluBackward(const SwigluBackwardArgs& args) {
       const SwigluGrad grad = SwigluPair(args, i, t, weight, d_weight);
       StorePairs(gate_pairs + 16 * i, grad.d_gate);
       StorePairs(up_pairs + 16 * i, grad.d_up);
+      if (args.z.data != nullptr) StorePairs(z_pairs + 16 * i, grad.z);
       if (args.d_gate_t.data != nullptr) {
         StoreTransposed(args.d_gate_t, i, t, grad.d_gate);
         StoreTransposed(args.d_up_t, i, t, grad.d_up);
@@ -158,6 +160,7 @@ inline void SwigluBackward(const SwigluBackwardArgs& args) {
     }
     Transpose16x16(gate_pairs, args.d_gate.Tile(t / kPanelRows, args.block));
     Transpose16x16(up_pairs, args.d_up.Tile(t / kPanelRows, args.block));
+    if (args.z.data != nullptr) Transpose16x16(z_pairs, args.z.Tile(t / kPanelRows, args.block));
     if (valid > 0) StoreF32(args.d_weight + t, LoadF32(args.d_weight + t) + d_weight);
   }
 }

@@ -1,0 +1,396 @@
+#include "moe/lora_in_place.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "moe/phases.h"
+#include "moe/workspace.h"
+
+namespace moesaic::moe {
+namespace {
+
+constexpr std::int64_t kLanes = 16;
+/// Parts of a matrix's features in a sweep: as many as there are threads on most hosts, and few enough to add up.
+constexpr std::int64_t kRanges = 16;
+/// What a sweep gathers at a time stays in L2.
+constexpr std::int64_t kGatheredBytes = std::int64_t{256} << 10;
+/// Rows of the fullest expert of a group, on average over the groups, up to which this is the faster way.
+constexpr std::int64_t kMostMeanSlots = 24;
+
+}  // namespace
+
+bool LoraInPlace::Serves(const LayerConfig& config, const LoraCall& lora, std::span<const Job> jobs) {
+  if (!lora.any() || !lora.LiesInPlace() || jobs.empty()) return false;
+  std::vector<std::int64_t> most(static_cast<std::size_t>(CeilDiv(config.num_experts, kLanes)));
+  for (const Job& job : jobs) {
+    if (job.previous >= 0 || job.rows > kMostLowRankSlots) return false;
+    std::int64_t& rows = most[static_cast<std::size_t>(job.expert / kLanes)];
+    rows = std::max(rows, job.rows);
+  }
+  std::int64_t slots = 0;
+  for (std::int64_t rows : most) slots += rows;
+  return slots <= kMostMeanSlots * static_cast<std::int64_t>(most.size());
+}
+
+LoraInPlace::LoraInPlace(const LayerConfig& config, LoraCall lora, std::span<const Job> jobs, const std::int32_t* slots)
+    : config_(config),
+      lora_(std::move(lora)),
+      jobs_(jobs),
+      slots_(slots),
+      kernels_(ChosenKernels()),
+      job_of_expert_(static_cast<std::size_t>(config.num_experts)),
+      first_slot_(static_cast<std::size_t>(CeilDiv(config.num_experts, kLanes)) + 1) {
+  for (const Job& job : jobs_) {
+    job_of_expert_[static_cast<std::size_t>(job.expert)] = &job;
+    std::int64_t& most = first_slot_[static_cast<std::size_t>(job.expert / kLanes) + 1];
+    most = std::max(most, job.rows);
+  }
+  for (std::size_t g = 1; g < first_slot_.size(); ++g) first_slot_[g] += first_slot_[g - 1];
+  for (int i = 0; i < kNumLoraMatrices; ++i) {
+    const auto m = static_cast<LoraMatrix>(i);
+    Matrix& matrix = matrix_[i];
+    matrix.pieces = lora_.InPlace(m);
+    matrix.ranks = lora_.RankOf(m);
+    matrix.features = lora_.FeaturesOf(m);
+    matrix.range = RoundUp(CeilDiv(matrix.features, kRanges), kLanes);
+    matrix.groups = std::max<std::int64_t>(1, kGatheredBytes / std::max<std::int64_t>(1, matrix.ranks * kLanes * kLanes * 4));
+  }
+  inner_pitch_ = RoundUp(config.intermediate_size, kTileColumns);
+}
+
+std::int64_t LoraInPlace::BindForward(void* memory, std::int64_t pitch, std::int64_t count) {
+  Carver carver(memory);
+  pitch_ = pitch;
+  const std::int64_t r1 = lora_.input_rank(), r2 = lora_.down_rank(), rows = jobs_.back().begin + jobs_.back().rows;
+  low_ = carver.Take<float>(Lanes(r1));
+  down_low_ = carver.Take<float>(Lanes(r2));
+  if (r1 > 0) added_input_ = carver.Take<float>(rows * 2 * inner_pitch_);
+  if (r2 > 0) added_ = carver.Take<BFloat16>(count * pitch);
+  if (memory == nullptr) return carver.used();
+  std::fill(low_, low_ + Lanes(r1), 0.0f);
+  std::fill(down_low_, down_low_ + Lanes(r2), 0.0f);
+  input_rows_.resize(static_cast<std::size_t>(first_slot_.back() * kLanes));
+  output_rows_.resize(input_rows_.size());
+  for (const Job& job : jobs_) {
+    for (std::int64_t i = 0; i < job.rows; ++i) {
+      if (r1 > 0) input_rows_[Place(job, i)] = added_input_ + (job.begin + i) * 2 * inner_pitch_;
+      if (r2 > 0) output_rows_[Place(job, i)] = added_ + slots_[job.begin + i] * pitch;
+    }
+  }
+  return carver.used();
+}
+
+std::int64_t LoraInPlace::BindBackward(void* memory, std::int64_t pitch, std::int64_t count, bool wants_p) {
+  Carver carver(memory);
+  pitch_ = pitch;
+  const std::int64_t r1 = lora_.input_rank(), r2 = lora_.down_rank(), rows = jobs_.back().begin + jobs_.back().rows;
+  low_ = carver.Take<float>(Lanes(r1));
+  down_low_ = carver.Take<float>(Lanes(r2));
+  q_parts_ = carver.Take<float>(matrix_[kLoraBDownT].ranges() * Lanes(r2));
+  q_ = carver.Take<float>(rows * r2);
+  wq_ = carver.Take<float>(rows * r2);
+  for (int i = 0; i < 2; ++i) {
+    const std::int64_t ranges = matrix_[kLoraBGate + i].ranges();
+    p_parts_[i] = wants_p && !matrix_[kLoraBGate + i].pieces.empty() ? carver.Take<float>(ranges * Lanes(r1)) : nullptr;
+  }
+  if (r1 > 0) intermediate_ = carver.Take<BFloat16>(rows * 2 * inner_pitch_);
+  if (r1 > 0 && wants_p) added_ = carver.Take<BFloat16>(count * pitch);
+  if (memory == nullptr) return carver.used();
+  std::fill(low_, low_ + Lanes(r1), 0.0f);
+  std::fill(down_low_, down_low_ + Lanes(r2), 0.0f);
+  input_rows_.resize(static_cast<std::size_t>(first_slot_.back() * kLanes));
+  d_out_.resize(input_rows_.size());
+  for (const Job& job : jobs_) {
+    for (std::int64_t i = 0; i < job.rows && r1 > 0; ++i) {
+      input_rows_[Place(job, i)] = intermediate_ + (job.begin + i) * 2 * inner_pitch_;
+    }
+  }
+  return carver.used();
+}
+
+std::int64_t LoraInPlace::StageScratchBytes() const {
+  const std::int64_t low = kMostLowRankSlots * std::max(lora_.input_rank(), lora_.down_rank()) * 4;
+  const std::int64_t rows = kMostLowRankSlots * inner_pitch_ * 4;
+  std::int64_t gathered = 0;
+  for (const Matrix& matrix : matrix_) gathered = std::max(gathered, matrix.groups * matrix.ranks * kLanes * kLanes * 4);
+  return std::max(gathered, 2 * low + rows) + 256;
+}
+
+std::int64_t LoraInPlace::Sweeps(LoraMatrix m) const {
+  const Matrix& matrix = matrix_[m];
+  if (matrix.pieces.empty()) return 0;
+  return CeilDiv(CeilDiv(config_.num_experts, kLanes), matrix.groups) * matrix.ranges();
+}
+
+LoraInPlace::Sweep LoraInPlace::SweepOf(const Matrix& matrix, std::int64_t index) const {
+  const std::int64_t range = index % matrix.ranges(), group = index / matrix.ranges() * matrix.groups;
+  const std::int64_t groups = std::min(matrix.groups, CeilDiv(config_.num_experts, kLanes) - group);
+  const std::int64_t feature = range * matrix.range;
+  return {group, groups, range, feature, std::min(matrix.range, matrix.features - feature)};
+}
+
+std::vector<LowRankPiece> LoraInPlace::PiecesOf(const Matrix& matrix, std::int64_t expert, std::int64_t first_feature) const {
+  std::vector<LowRankPiece> pieces;
+  for (const LoraCall::PieceInPlace& at : matrix.pieces) {
+    LowRankPiece piece = at.piece;
+    piece.parameter += expert * at.expert_stride + first_feature * piece.feature_stride;
+    if (piece.gradient != nullptr) {
+      piece.gradient += expert * at.gradient_expert_stride + first_feature * piece.gradient_feature_stride;
+    }
+    pieces.push_back(piece);
+  }
+  return pieces;
+}
+
+void LoraInPlace::Run(const SweepCall& call) const {
+  const Matrix& matrix = call.matrix;
+  const Sweep sweep = SweepOf(matrix, call.index);
+  const std::vector<LowRankPiece> pieces = PiecesOf(matrix, sweep.first_group * kLanes, sweep.first_feature);
+  std::vector<LowRankGroup> groups(static_cast<std::size_t>(sweep.groups));
+  const std::int64_t lanes = matrix.ranks * kLanes;
+  for (std::int64_t g = 0; g < sweep.groups; ++g) {
+    LowRankGroup& group = groups[static_cast<std::size_t>(g)];
+    const std::int64_t index = sweep.first_group + g, slot = first_slot_[static_cast<std::size_t>(index)];
+    group.width = std::min(kLanes, config_.num_experts - index * kLanes);
+    group.slots = first_slot_[static_cast<std::size_t>(index) + 1] - slot;
+    if (call.rows != nullptr) group.rows = call.rows + slot * kLanes;
+    if (call.out != nullptr) group.out = call.out + slot * kLanes;
+    group.low = call.low + slot * lanes;
+    if (call.sums == nullptr) continue;
+    group.sums = call.sums + sweep.range * Lanes(matrix.ranks) + slot * lanes;
+    std::fill(group.sums, group.sums + group.slots * lanes, 0.0f);
+  }
+  AcrossExpertsArgs args;
+  args.pieces = pieces;
+  args.groups = groups;
+  args.ranks = matrix.ranks;
+  args.first_feature = call.offset + sweep.first_feature;
+  args.features = sweep.features;
+  args.dtype = call.dtype;
+  args.scratch = static_cast<float*>(ThreadScratch(sweep.groups * lanes * kLanes * 4));
+  (call.use == Use::kExpand ? kernels_.expand_across_experts : kernels_.contract_across_experts)(args);
+}
+
+void LoraInPlace::KeepLow(const Job& job, float* sums, std::int64_t ranks, const float* scale, float* lanes,
+                          BFloat16* saved) const {
+  for (std::int64_t i = 0; i < job.rows; ++i) {
+    float* to = lanes + LanesAt(job, i, ranks);
+    for (std::int64_t k = 0; k < ranks; ++k) {
+      const float value = sums[i * ranks + k] * scale[k];
+      to[k * kLanes] = value;
+      if (saved != nullptr) saved[i * ranks + k] = ToBFloat16(value);
+    }
+  }
+}
+
+void LoraInPlace::InputLow(const Job& job, const void* const* rows, DType dtype, BFloat16* saved) {
+  const Matrix& matrix = matrix_[kLoraA];
+  const std::vector<LowRankPiece> pieces = PiecesOf(matrix, job.expert, 0);
+  AlongFeaturesArgs args;
+  args.pieces = pieces;
+  args.ranks = matrix.ranks;
+  args.features = matrix.features;
+  args.count = job.rows;
+  args.rows = rows;
+  args.dtype = dtype;
+  args.sums = static_cast<float*>(ThreadScratch(job.rows * matrix.ranks * 4));
+  kernels_.contract_along_features(args);
+  KeepLow(job, args.sums, matrix.ranks, lora_.input_scale(), low_, saved);
+}
+
+void LoraInPlace::ExpandGateUp(LoraMatrix m, std::int64_t sweep) {
+  const std::int64_t offset = m == kLoraBUp ? inner_pitch_ : 0;
+  Run({Use::kExpand, matrix_[m], sweep, offset, DType::kFloat32, low_, nullptr, nullptr, input_rows_.data()});
+}
+
+void LoraInPlace::FillSums(const Job& job, const float* const* rows, std::int64_t features, float* sums,
+                           std::int64_t ld) const {
+  for (std::int64_t t = 0; t < job.rows; t += kLanes) {
+    const float* panel[kLanes] = {};
+    for (std::int64_t f = 0; f < features; f += kLanes) {
+      for (std::int64_t i = 0; i < std::min(kLanes, job.rows - t); ++i) panel[i] = rows[t + i] + f;
+      kernels_.transpose(panel, sums + f * ld + t, ld);
+    }
+  }
+}
+
+bool LoraInPlace::StartGateUp(LoraMatrix m, const Job& job, std::int64_t first_feature, std::int64_t features, float* sums,
+                              std::int64_t ld) const {
+  if (matrix_[m].pieces.empty()) return false;
+  const float* rows[kMostLowRankSlots];
+  for (std::int64_t i = 0; i < job.rows; ++i) {
+    rows[i] = added_input_ + ((job.begin + i) * 2 + (m == kLoraBUp ? 1 : 0)) * inner_pitch_ + first_feature;
+  }
+  FillSums(job, rows, features, sums, ld);
+  return true;
+}
+
+namespace {
+
+/// Columns [first, first + columns) of operand tiles as rows, `pitch` elements apart.
+void CopyRows(const TileMatrix& tiles, std::int64_t rows, std::int64_t first, std::int64_t columns, BFloat16* out,
+              std::int64_t pitch) {
+  for (std::int64_t c = first / kTileColumns; c * kTileColumns < first + columns; ++c, out += kTileColumns) {
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const BFloat16* row = tiles.Tile(i / kPanelRows, c) + i % kPanelRows * kTileColumns;
+      std::memcpy(out + i * pitch, row, kTileColumns * sizeof(BFloat16));
+    }
+  }
+}
+
+}  // namespace
+
+void LoraInPlace::DownLow(const Job& job, const TileMatrix& z, BFloat16* saved) {
+  const Matrix& matrix = matrix_[kLoraADownT];
+  if (matrix.pieces.empty()) return;
+  const std::vector<LowRankPiece> pieces = PiecesOf(matrix, job.expert, 0);
+  Carver carver(ThreadScratch(job.rows * (matrix.ranks * 4 + inner_pitch_ * 2) + 128));
+  AlongFeaturesArgs args;
+  args.sums = carver.Take<float>(job.rows * matrix.ranks);
+  auto* copy = carver.Take<BFloat16>(job.rows * inner_pitch_);
+  CopyRows(z, job.rows, 0, inner_pitch_, copy, inner_pitch_);
+  const void* rows[kMostLowRankSlots];
+  for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = copy + i * inner_pitch_;
+  args.pieces = pieces;
+  args.ranks = matrix.ranks;
+  args.features = matrix.features;
+  args.count = job.rows;
+  args.rows = rows;
+  args.dtype = DType::kBFloat16;
+  kernels_.contract_along_features(args);
+  KeepLow(job, args.sums, matrix.ranks, lora_.down_scale(), down_low_, saved);
+}
+
+void LoraInPlace::ExpandDown(std::int64_t sweep) {
+  Run({Use::kExpand, matrix_[kLoraBDownT], sweep, 0, DType::kBFloat16, down_low_, nullptr, nullptr, output_rows_.data()});
+}
+
+void LoraInPlace::LoadLow(const Job& job, const BFloat16* saved_input, const BFloat16* saved_down, const float* weights) {
+  const std::int64_t r1 = lora_.input_rank(), r2 = lora_.down_rank();
+  for (std::int64_t i = 0; i < job.rows; ++i) {
+    float* low = low_ + LanesAt(job, i, r1);
+    for (std::int64_t k = 0; k < r1; ++k) low[k * kLanes] = ToFloat(saved_input[i * r1 + k]);
+    low = down_low_ + LanesAt(job, i, r2);
+    for (std::int64_t k = 0; k < r2; ++k) low[k * kLanes] = weights[i] * ToFloat(saved_down[i * r2 + k]);
+  }
+}
+
+void LoraInPlace::ContractDown(std::int64_t sweep, DType dtype) {
+  Run({Use::kContract, matrix_[kLoraBDownT], sweep, 0, dtype, down_low_, q_parts_, d_out_.data(), nullptr});
+}
+
+void LoraInPlace::AddUp(const Job& job, const Matrix& matrix, const float* parts, const float* scale, float* sums) const {
+  const std::int64_t ranks = matrix.ranks;
+  for (std::int64_t i = 0; i < job.rows; ++i) {
+    const float* part = parts + LanesAt(job, i, ranks);
+    for (std::int64_t range = 0; range < matrix.ranges(); ++range, part += Lanes(ranks)) {
+      for (std::int64_t k = 0; k < ranks; ++k) sums[i * ranks + k] += part[k * kLanes] * scale[k];
+    }
+  }
+}
+
+void LoraInPlace::DownGradientLow(const Job& job, const float* weights) {
+  const std::int64_t ranks = lora_.down_rank();
+  if (ranks == 0) return;
+  float *q = q_ + job.begin * ranks, *wq = wq_ + job.begin * ranks;
+  std::fill(q, q + job.rows * ranks, 0.0f);
+  AddUp(job, matrix_[kLoraBDownT], q_parts_, lora_.down_scale(), q);
+  for (std::int64_t i = 0; i < job.rows; ++i) {
+    for (std::int64_t k = 0; k < ranks; ++k) wq[i * ranks + k] = weights[i] * q[i * ranks + k];
+  }
+}
+
+bool LoraInPlace::StartDown(const Job& job, std::int64_t first_feature, std::int64_t features, float* sums, std::int64_t ld,
+                            void* scratch) const {
+  const Matrix& matrix = matrix_[kLoraADownT];
+  if (matrix.pieces.empty()) return false;
+  const std::int64_t pitch = RoundUp(features, kTileColumns);
+  void* out[kMostLowRankSlots];
+  const float* rows[kMostLowRankSlots];
+  for (std::int64_t i = 0; i < job.rows; ++i) {
+    float* row = static_cast<float*>(scratch) + i * pitch;
+    out[i] = row;
+    rows[i] = row;
+  }
+  const std::vector<LowRankPiece> pieces = PiecesOf(matrix, job.expert, first_feature);
+  AlongFeaturesArgs args;
+  args.pieces = pieces;
+  args.ranks = matrix.ranks;
+  args.features = std::min(features, matrix.features - first_feature);
+  args.count = job.rows;
+  args.out = out;
+  args.low = q_ + job.begin * matrix.ranks;
+  kernels_.expand_along_features(args);
+  FillSums(job, rows, features, sums, ld);
+  return true;
+}
+
+void LoraInPlace::KeepIntermediate(const Job& job, std::int64_t first_feature, std::int64_t features, const TileMatrix& z,
+                                   const TileMatrix& d_gate, const TileMatrix& d_up, void* scratch) {
+  if (intermediate_ != nullptr) {
+    BFloat16* rows = intermediate_ + job.begin * 2 * inner_pitch_ + first_feature;
+    CopyRows(d_gate, job.rows, first_feature, features, rows, 2 * inner_pitch_);
+    CopyRows(d_up, job.rows, first_feature, features, rows + inner_pitch_, 2 * inner_pitch_);
+  }
+  if (!lora_.wants(kLoraADownT)) return;
+  const Matrix& matrix = matrix_[kLoraADownT];
+  const std::int64_t pitch = RoundUp(features, kTileColumns);
+  auto* copy = static_cast<BFloat16*>(scratch);
+  CopyRows(z, job.rows, first_feature, features, copy, pitch);
+  const void* rows[kMostLowRankSlots];
+  for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = copy + i * pitch;
+  const std::vector<LowRankPiece> pieces = PiecesOf(matrix, job.expert, first_feature);
+  AlongFeaturesArgs args;
+  args.pieces = pieces;
+  args.ranks = matrix.ranks;
+  args.features = std::min(features, matrix.features - first_feature);
+  args.count = job.rows;
+  args.rows = rows;
+  args.dtype = DType::kBFloat16;
+  args.low = wq_ + job.begin * matrix.ranks;
+  kernels_.outer_along_features(args);
+}
+
+void LoraInPlace::ContractGateUp(LoraMatrix m, std::int64_t sweep) {
+  const std::int64_t offset = m == kLoraBUp ? inner_pitch_ : 0;
+  Run({Use::kContract, matrix_[m], sweep, offset, DType::kBFloat16, low_, p_parts_[m - kLoraBGate], input_rows_.data(), nullptr});
+}
+
+void LoraInPlace::InputGradients(std::int64_t expert, const void* const* rows, DType dtype) {
+  const Job* job = job_of_expert_[static_cast<std::size_t>(expert)];
+  AlongFeaturesArgs args;
+  if (job == nullptr) {
+    for (const LoraMatrix m : {kLoraA, kLoraADownT}) {
+      const std::vector<LowRankPiece> pieces = PiecesOf(matrix_[m], expert, 0);
+      args.pieces = pieces;
+      args.ranks = matrix_[m].ranks;
+      args.features = matrix_[m].features;
+      kernels_.outer_along_features(args);
+    }
+    return;
+  }
+  const Matrix& matrix = matrix_[kLoraA];
+  if (added_ == nullptr || matrix.pieces.empty()) return;
+  float* p = static_cast<float*>(ThreadScratch(job->rows * matrix.ranks * 4));
+  std::fill(p, p + job->rows * matrix.ranks, 0.0f);
+  for (int i = 0; i < 2; ++i) {
+    if (p_parts_[i] != nullptr) AddUp(*job, matrix_[kLoraBGate + i], p_parts_[i], lora_.input_scale(), p);
+  }
+  void* out[kMostLowRankSlots];
+  for (std::int64_t i = 0; i < job->rows; ++i) out[i] = added_ + slots_[job->begin + i] * pitch_;
+  const std::vector<LowRankPiece> pieces = PiecesOf(matrix, expert, 0);
+  args.pieces = pieces;
+  args.ranks = matrix.ranks;
+  args.features = matrix.features;
+  args.count = job->rows;
+  args.low = p;
+  args.out = out;
+  args.dtype = DType::kBFloat16;
+  kernels_.expand_along_features(args);
+  args.rows = rows;
+  args.dtype = dtype;
+  kernels_.outer_along_features(args);
+}
+
+}  // namespace moesaic::moe
