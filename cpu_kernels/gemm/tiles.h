@@ -98,6 +98,14 @@ struct TileMatrix {
     const std::int64_t left = kSuperblock - column % kSuperblock;
     return {Tile(panel, column), kTileElements, left < columns - column ? left : columns - column};
   }
+
+  /// The same for the tiles of a column from `panel` on.
+  MOESAIC_INLINE TileRun RunDownColumn(std::int64_t panel, std::int64_t column) const {
+    if (column_stride != 0) return {Tile(panel, column), kTileElements, panels - panel};
+    const std::int64_t left = kSuperblock - panel % kSuperblock, c0 = column / kSuperblock * kSuperblock;
+    const std::int64_t stride = c0 + kSuperblock <= columns ? kSuperblock : columns - c0;
+    return {Tile(panel, column), stride * kTileElements, left < panels - panel ? left : panels - panel};
+  }
 };
 
 }  // namespace moesaic

@@ -85,7 +85,19 @@ class ColumnTiles {
   }
 
   /// Decoded to `scratch` where it is compressed; null: there is no scratch for it.
-  [[gnu::noinline]] const BFloat16* Next(BFloat16* scratch) {
+  MOESAIC_INLINE const BFloat16* Next(BFloat16* scratch) {
+    if (run_.length == 0) return NextRun(scratch);
+    const BFloat16* tile = run_.data;
+    run_.data += run_.stride;
+    --run_.length;
+    return tile;
+  }
+
+ private:
+  std::int64_t Panels() const { return RoundUp(args_->segments[segment_].weights.panels, 2); }
+
+  /// The next tile, and in run_ those that follow it at a constant distance.
+  [[gnu::noinline]] const BFloat16* NextRun(BFloat16* scratch) {
     alignas(64) static constexpr BFloat16 kZeros[kTileElements] = {};
     while (panel_ >= Panels()) {
       ++segment_;
@@ -94,16 +106,16 @@ class ColumnTiles {
     const TileMatrix& weights = args_->segments[segment_].weights;
     const std::int64_t panel = panel_++;
     if (panel >= weights.panels) return kZeros;
-    if (weights.codec != nullptr && scratch == nullptr) return nullptr;
-    return WeightTile(weights, panel, column_, scratch);
+    if (weights.codec != nullptr) return scratch != nullptr ? WeightTile(weights, panel, column_, scratch) : nullptr;
+    run_ = weights.RunDownColumn(panel, column_);
+    panel_ += run_.length - 1;
+    return Next(scratch);
   }
-
- private:
-  std::int64_t Panels() const { return RoundUp(args_->segments[segment_].weights.panels, 2); }
 
   const UnpackGemmArgs* args_;
   std::int64_t column_, panel_;
   std::size_t segment_ = 0;
+  TileRun run_{};
 };
 
 /// Brings stored tiles to L2 in the order of the columns, as many at a time as take turns: each lies in a page of its own.

@@ -1,0 +1,284 @@
+// The products of a low rank with parameters as they lie, on every tier, against their formulas in integers, which are exact.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+
+#include "tests/cpu_kernels/tiles.h"
+
+namespace moesaic {
+namespace {
+
+/// Some parameters that stand for ranks of one matrix, and their gradients: elements (feature, rank, expert).
+class Pieces {
+ public:
+  Pieces(std::int64_t features, std::int64_t experts, bool experts_innermost, std::mt19937_64& random)
+      : features_(features), experts_(experts) {
+    const auto below = [&](std::int64_t n) { return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n)); };
+    const std::int64_t count = 1 + below(2);
+    values_.resize(static_cast<std::size_t>(count));
+    gradients_.resize(values_.size());
+    ranks_ = below(3);  // ranks that no piece has
+    for (std::int64_t i = 0; i < count; ++i) {
+      LowRankPiece piece;
+      piece.first_rank = ranks_;
+      piece.ranks = 1 + below(20);
+      const auto place = [&](std::int64_t& feature_stride, std::int64_t& rank_stride) {
+        if (experts_innermost) {
+          rank_stride = experts + below(2) * 3;
+          feature_stride = piece.ranks * rank_stride;
+          return (features - 1) * feature_stride + (piece.ranks - 1) * rank_stride + experts;
+        }
+        feature_stride = 1;
+        rank_stride = features + below(2) * 5;
+        return (piece.ranks - 1) * rank_stride + features;
+      };
+      // Exactly the memory that the elements cover: a sanitizer sees a read beyond it.
+      for (std::int64_t n = place(piece.feature_stride, piece.rank_stride); n > 0; --n) {
+        values_[i].push_back(static_cast<float>(below(9) - 4));
+      }
+      if (below(5) != 0) {
+        const std::int64_t size = place(piece.gradient_feature_stride, piece.gradient_rank_stride);
+        gradients_[i].assign(static_cast<std::size_t>(size) + 32, std::numeric_limits<float>::quiet_NaN());
+        // On the grid of cache lines, or off it.
+        const auto offset = reinterpret_cast<std::uintptr_t>(gradients_[i].data()) % 64 / 4;
+        piece.gradient = gradients_[i].data() + (16 - offset) % 16 + (below(2) == 0 ? 0 : below(16));
+      }
+      piece.parameter = values_[i].data();
+      pieces.push_back(piece);
+      ranks_ += piece.ranks;
+    }
+    ranks_ += below(2);
+  }
+
+  std::int64_t ranks() const { return ranks_; }
+  /// 0 where no piece has the rank.
+  double At(std::int64_t f, std::int64_t j, std::int64_t x) const {
+    for (const LowRankPiece& piece : pieces) {
+      if (j < piece.first_rank || j >= piece.first_rank + piece.ranks) continue;
+      return static_cast<double>(piece.parameter[f * piece.feature_stride + (j - piece.first_rank) * piece.rank_stride + x]);
+    }
+    return 0;
+  }
+  void CheckGradients(const std::function<double(std::int64_t f, std::int64_t j, std::int64_t x)>& expected) const {
+    for (const LowRankPiece& piece : pieces) {
+      for (std::int64_t f = 0; f < features_ && piece.gradient != nullptr; ++f) {
+        for (std::int64_t j = 0; j < piece.ranks; ++j) {
+          for (std::int64_t x = 0; x < experts_; ++x) {
+            const float is = piece.gradient[f * piece.gradient_feature_stride + j * piece.gradient_rank_stride + x];
+            ASSERT_EQ(static_cast<double>(is), expected(f, piece.first_rank + j, x)) << f << " " << j << " " << x;
+          }
+        }
+      }
+    }
+  }
+
+  std::vector<LowRankPiece> pieces;
+
+ private:
+  std::int64_t features_, experts_, ranks_ = 0;
+  std::vector<std::vector<float>> values_, gradients_;
+};
+
+/// Rows of small integers as fp32 or bf16, exactly as long as they are.
+struct Rows {
+  DType dtype;
+  std::int64_t columns;
+  std::vector<std::vector<float>> wide;
+  std::vector<std::vector<BFloat16>> narrow;
+
+  Rows(DType dtype, std::int64_t count, std::int64_t columns, std::mt19937_64& random)
+      : dtype(dtype), columns(columns), wide(static_cast<std::size_t>(count)), narrow(static_cast<std::size_t>(count)) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      for (std::int64_t c = 0; c < columns; ++c) wide[i].push_back(static_cast<float>(static_cast<int>(random() % 9) - 4));
+      for (float value : wide[i]) narrow[i].push_back(ToBFloat16(value));
+    }
+  }
+  void* Row(std::int64_t i) { return dtype == DType::kFloat32 ? static_cast<void*>(wide[i].data()) : narrow[i].data(); }
+  float At(std::int64_t i, std::int64_t c) const { return dtype == DType::kFloat32 ? wide[i][c] : ToFloat(narrow[i][c]); }
+  float Rounded(double value) const {
+    const auto exact = static_cast<float>(value);
+    return dtype == DType::kFloat32 ? exact : ToFloat(ToBFloat16(exact));
+  }
+};
+
+class LowRankTest : public TierTest {
+ protected:
+  std::int64_t Below(std::int64_t n) { return static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(n)); }
+  DType AnyType() { return Below(2) == 0 ? DType::kFloat32 : DType::kBFloat16; }
+  std::mt19937_64 random_{5};
+};
+
+TEST_P(LowRankTest, AcrossExperts) {
+  for (int trial = 0; trial < 60; ++trial) {
+    const std::int64_t experts = 1 + Below(50), features = 1 + Below(50), groups = CeilDiv(experts, 16);
+    const Pieces parameters(features, experts, true, random_);
+    AcrossExpertsArgs args;
+    args.pieces = parameters.pieces;
+    args.ranks = parameters.ranks();
+    args.first_feature = Below(3) * 7;
+    args.features = features;
+    args.dtype = AnyType();
+    const std::int64_t width = args.first_feature + features;
+    // Rows of each expert; slots of a group are its most.
+    std::vector<std::int64_t> count(static_cast<std::size_t>(groups * 16)), first(count.size() + 1);
+    for (std::int64_t x = 0; x < experts; ++x) count[x] = Below(3) == 0 ? 0 : Below(trial % 10 == 0 ? kMostLowRankSlots + 1 : 5);
+    for (std::size_t x = 0; x < count.size(); ++x) first[x + 1] = first[x] + count[x];
+    Rows rows(args.dtype, first.back(), width, random_), out(args.dtype, first.back(), width, random_);
+    const Rows before = out;
+    std::vector<LowRankGroup> list(static_cast<std::size_t>(groups));
+    std::vector<std::vector<const void*>> in(list.size());
+    std::vector<std::vector<void*>> to(list.size());
+    const PoisonedBuffer low(groups * kMostLowRankSlots * args.ranks * 64), sums(groups * kMostLowRankSlots * args.ranks * 64);
+    const PoisonedBuffer scratch(groups * 256 * args.ranks * 4);
+    args.scratch = scratch.As<float>();
+    const auto lane = [&](std::int64_t x, std::int64_t slot, std::int64_t j) {
+      return ((x / 16 * kMostLowRankSlots + slot) * args.ranks + j) * 16 + x % 16;
+    };
+    for (std::int64_t g = 0; g < groups; ++g) {
+      LowRankGroup& group = list[g];
+      group.width = std::min<std::int64_t>(16, experts - 16 * g);
+      group.slots = *std::max_element(count.begin() + 16 * g, count.begin() + 16 * (g + 1));
+      for (std::int64_t slot = 0; slot < group.slots; ++slot) {
+        for (std::int64_t x = 16 * g; x < 16 * (g + 1); ++x) {
+          const bool valid = slot < count[x];
+          in[g].push_back(valid ? rows.Row(first[x] + slot) : nullptr);
+          to[g].push_back(valid ? out.Row(first[x] + slot) : nullptr);
+          for (std::int64_t j = 0; j < args.ranks; ++j) {
+            low.As<float>()[lane(x, slot, j)] = valid ? static_cast<float>(Below(5) - 2) : 0.0f;
+            sums.As<float>()[lane(x, slot, j)] = 3.0f;
+          }
+        }
+      }
+      group.rows = in[g].data();
+      group.out = to[g].data();
+      group.low = low.As<float>() + lane(16 * g, 0, 0);
+      if (trial % 7 != 0) group.sums = sums.As<float>() + lane(16 * g, 0, 0);
+    }
+    args.groups = list;
+    SCOPED_TRACE(testing::Message() << "trial " << trial << " experts " << experts << " features " << features << " ranks "
+                                    << args.ranks);
+    tier_->expand_across_experts(args);
+    tier_->contract_across_experts(args);
+    for (std::int64_t x = 0; x < experts; ++x) {
+      for (std::int64_t slot = 0; slot < count[x]; ++slot) {
+        const std::int64_t row = first[x] + slot;
+        for (std::int64_t c = 0; c < width; ++c) {
+          double expected = 0;
+          for (std::int64_t j = 0; j < args.ranks && c >= args.first_feature; ++j) {
+            expected += static_cast<double>(low.As<float>()[lane(x, slot, j)]) * parameters.At(c - args.first_feature, j, x);
+          }
+          ASSERT_EQ(out.At(row, c), c >= args.first_feature ? out.Rounded(expected) : before.At(row, c)) << x << " " << c;
+        }
+        for (std::int64_t j = 0; j < args.ranks; ++j) {
+          double expected = 3;
+          for (std::int64_t f = 0; f < features; ++f) {
+            expected += static_cast<double>(rows.At(row, args.first_feature + f)) * parameters.At(f, j, x);
+          }
+          if (trial % 7 == 0) expected = 3;
+          ASSERT_EQ(static_cast<double>(sums.As<float>()[lane(x, slot, j)]), expected) << x << " " << slot << " " << j;
+        }
+      }
+    }
+    parameters.CheckGradients([&](std::int64_t f, std::int64_t j, std::int64_t x) {
+      double sum = 0;
+      for (std::int64_t slot = 0; slot < count[x]; ++slot) {
+        sum += static_cast<double>(rows.At(first[x] + slot, args.first_feature + f) * low.As<float>()[lane(x, slot, j)]);
+      }
+      return sum;
+    });
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(LowRankTest, AlongFeatures) {
+  for (int trial = 0; trial < 120; ++trial) {
+    const std::int64_t features = 1 + Below(trial % 4 == 0 ? 400 : 90);
+    const Pieces parameters(features, 1, false, random_);
+    AlongFeaturesArgs args;
+    args.pieces = parameters.pieces;
+    args.ranks = parameters.ranks();
+    args.features = features;
+    args.count = Below(trial % 10 == 0 ? kMostLowRankSlots + 1 : 8);
+    args.dtype = AnyType();
+    Rows rows(args.dtype, args.count, features, random_), out(args.dtype, args.count, features, random_);
+    std::vector<const void*> in;
+    std::vector<void*> to;
+    std::vector<float> low, sums(static_cast<std::size_t>(args.count * args.ranks), -7.0f);
+    for (std::int64_t i = 0; i < args.count; ++i) {
+      in.push_back(rows.Row(i));
+      to.push_back(out.Row(i));
+      for (std::int64_t j = 0; j < args.ranks; ++j) low.push_back(static_cast<float>(Below(5) - 2));
+    }
+    args.rows = in.data();
+    args.out = to.data();
+    args.low = low.data();
+    args.sums = sums.data();
+    SCOPED_TRACE(testing::Message() << "trial " << trial << " rows " << args.count << " features " << features << " ranks "
+                                    << args.ranks);
+    tier_->contract_along_features(args);
+    tier_->expand_along_features(args);
+    tier_->outer_along_features(args);
+    for (std::int64_t i = 0; i < args.count; ++i) {
+      for (std::int64_t j = 0; j < args.ranks; ++j) {
+        double expected = 0;
+        bool covered = false;
+        for (const LowRankPiece& piece : parameters.pieces) {
+          covered = covered || (j >= piece.first_rank && j < piece.first_rank + piece.ranks);
+        }
+        for (std::int64_t f = 0; f < features; ++f) expected += static_cast<double>(rows.At(i, f)) * parameters.At(f, j, 0);
+        ASSERT_EQ(static_cast<double>(sums[i * args.ranks + j]), covered ? expected : -7.0) << i << " " << j;
+      }
+      for (std::int64_t f = 0; f < features; ++f) {
+        double expected = 0;
+        for (std::int64_t j = 0; j < args.ranks; ++j) {
+          expected += static_cast<double>(low[i * args.ranks + j]) * parameters.At(f, j, 0);
+        }
+        ASSERT_EQ(out.At(i, f), out.Rounded(expected)) << i << " " << f;
+      }
+    }
+    parameters.CheckGradients([&](std::int64_t f, std::int64_t j, std::int64_t) {
+      double sum = 0;
+      for (std::int64_t i = 0; i < args.count; ++i) sum += static_cast<double>(rows.At(i, f) * low[i * args.ranks + j]);
+      return sum;
+    });
+    if (HasFatalFailure()) return;
+  }
+}
+
+/// What is not a number stays one, and touches nobody else's sums.
+TEST_P(LowRankTest, NanPassesThrough) {
+  const std::int64_t experts = 3, features = 20, ranks = 4;
+  std::vector<float> parameter(static_cast<std::size_t>(features * ranks * experts), 1.0f);
+  const LowRankPiece piece{parameter.data(), nullptr, ranks * experts, experts, 0, 0, 0, ranks};
+  std::vector<float> row(static_cast<std::size_t>(features), 1.0f), bad = row;
+  bad[17] = std::numeric_limits<float>::quiet_NaN();
+  const void* rows[16] = {row.data(), bad.data()};
+  const PoisonedBuffer low(ranks * 64), sums(ranks * 64), scratch(256 * ranks * 4);
+  std::fill_n(low.As<float>(), ranks * 16, 0.0f);
+  std::fill_n(sums.As<float>(), ranks * 16, 0.0f);
+  LowRankGroup group;
+  group.width = experts;
+  group.slots = 1;
+  group.rows = rows;
+  group.low = low.As<float>();
+  group.sums = sums.As<float>();
+  AcrossExpertsArgs args;
+  args.pieces = {&piece, 1};
+  args.groups = {&group, 1};
+  args.ranks = ranks;
+  args.features = features;
+  args.scratch = scratch.As<float>();
+  tier_->contract_across_experts(args);
+  for (std::int64_t j = 0; j < ranks; ++j) {
+    EXPECT_EQ(sums.As<float>()[j * 16], 20.0f);
+    EXPECT_NE(sums.As<float>()[j * 16 + 1], sums.As<float>()[j * 16 + 1]);
+    EXPECT_EQ(sums.As<float>()[j * 16 + 2], 0.0f);
+  }
+}
+
+MOESAIC_TEST_ON_EVERY_TIER(LowRankTest);
+
+}  // namespace
+}  // namespace moesaic
