@@ -15,6 +15,7 @@
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tile_evaluator.h"
 #include "cpu_kernels/tile_evaluator/gemm_model.h"
+#include "moe/lora_in_place.h"
 #include "profiling/bench/grouped_gemm.h"
 #include "threadpool/pool.h"
 
@@ -229,6 +230,9 @@ void RegisterEvaluator(py::module_& module) {
         return std::tuple(b.intermediate_units_per_task, b.hidden_columns_per_task, b.tail_jobs, b.tail_parts);
       },
       py::arg("jobs"), py::arg("hidden"), py::arg("intermediate"), py::arg("threads"), py::arg("slots"));
+  module.def(
+      "adapters_in_place", [](const std::vector<std::int64_t>& rows) { return moe::LoraInPlace::IsFaster(rows); },
+      py::arg("rows"));
   py::class_<Evaluator>(module, "TileEvaluator", "The GEMM model of one machine; cpu_kernels/tile_evaluator/gemm_model.h.")
       .def(py::init<const py::dict&>(), py::arg("figures"))
       .def("choose", &Evaluator::Choose, py::arg("shapes"), py::arg("space"))

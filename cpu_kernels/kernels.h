@@ -219,13 +219,14 @@ struct StoreRowsArgs {
   std::int64_t out_stride = 0;    ///< elements
 };
 
-/// One parameter of an adapter as it lies in memory, fp32, or a range of its features.
+/// One parameter of an adapter as it lies in memory, fp32, or a range of its features. It is rounded to bf16 where it is
+/// multiplied, and so are rows of activations.
 struct LowRankPiece {
   const float* parameter = nullptr;
-  float* gradient = nullptr;                             ///< null: not wanted
-  std::int64_t feature_stride = 1, rank_stride = 0;      ///< elements
+  float* gradient = nullptr;                         ///< null: not wanted
+  std::int64_t feature_stride = 1, rank_stride = 0;  ///< elements
   std::int64_t gradient_feature_stride = 1, gradient_rank_stride = 0;
-  std::int64_t first_rank = 0, ranks = 0;                ///< its place among those of all pieces
+  std::int64_t first_rank = 0, ranks = 0;  ///< its place among those of all pieces
 };
 
 /// Most rows of an expert in the forms below.

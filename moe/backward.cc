@@ -125,7 +125,8 @@ void BackwardPass::ContractUp(std::int64_t sweep) {
 void BackwardPass::InputInPlace(std::int64_t expert) {
   const void* rows[kMostLowRankSlots];
   const std::int32_t *offsets = routing, *slots = routing + config.num_experts + 1;
-  for (std::int64_t r = offsets[expert]; r < offsets[expert + 1]; ++r) rows[r - offsets[expert]] = hidden_.Row(slots[r] / top_k);
+  for (std::int64_t r = offsets[expert]; r < offsets[expert + 1]; ++r)
+    rows[r - offsets[expert]] = hidden_.Row(slots[r] / top_k);
   PhaseRange range(Phase::kGU3GateDXLora, {.flops = 1}, {{Phase::kGU3GateDA, {.flops = 1}}});
   in_place->InputGradients(expert, rows, hidden_.dtype);
 }

@@ -75,17 +75,17 @@ class BackwardPass : public Pass {
   void MergeWeights(std::int64_t first_token, std::int64_t end_token);
 
   // In backward.cc: adapters in place.
-  TaskId BeginInPlace();                 ///< adds what comes before the jobs
-  TaskId EndInPlace(TaskId computed);    ///< and what comes behind them
+  TaskId BeginInPlace();               ///< adds what comes before the jobs
+  TaskId EndInPlace(TaskId computed);  ///< and what comes behind them
   template <void (BackwardPass::*kSweep)(std::int64_t index)>
   static void Sweep(void* context, std::int64_t index, int) {
     (Self(context).*kSweep)(index);
   }
   void LoadLow(std::int64_t job);
-  void ContractDown(std::int64_t sweep);     ///< D4: D B_d, dB_d
-  void ContractGate(std::int64_t sweep);     ///< GU3: dG B_g, dB_g
-  void ContractUp(std::int64_t sweep);       ///< GU3: dU B_u, dB_u
-  void InputInPlace(std::int64_t expert);    ///< GU3: P A, dA
+  void ContractDown(std::int64_t sweep);   ///< D4: D B_d, dB_d
+  void ContractGate(std::int64_t sweep);   ///< GU3: dG B_g, dB_g
+  void ContractUp(std::int64_t sweep);     ///< GU3: dU B_u, dB_u
+  void InputInPlace(std::int64_t expert);  ///< GU3: P A, dA
 
   const BackwardArgs& args_;
   RowSource hidden_;

@@ -118,7 +118,8 @@ class ForwardPass : public Pass {
     PhaseRange range(Phase::kGateUpLora, {.flops = 2.0 * job.rows * rank * config.hidden_size});
     const void* rows[kMostLowRankSlots];
     for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = hidden_.Row(Slots(job)[i] / top_k);
-    in_place->InputLow(job, rows, hidden_.dtype, args_.saved != nullptr ? args_.saved->gate_up_low + job.begin * rank : nullptr);
+    in_place->InputLow(job, rows, hidden_.dtype,
+                       args_.saved != nullptr ? args_.saved->gate_up_low + job.begin * rank : nullptr);
   }
   void ExpandGate(std::int64_t sweep) {
     PhaseRange range(Phase::kGateUpLora);

@@ -20,17 +20,27 @@ constexpr std::int64_t kMostMeanSlots = 24;
 
 }  // namespace
 
+bool LoraInPlace::IsFaster(std::span<const std::int64_t> rows) {
+  const auto experts = static_cast<std::int64_t>(rows.size());
+  std::int64_t slots = 0, groups = 0;
+  for (std::int64_t first = 0; first < experts; first += kLanes, ++groups) {
+    const auto group =
+        rows.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(std::min(kLanes, experts - first)));
+    const std::int64_t most = *std::max_element(group.begin(), group.end());
+    if (most > kMostLowRankSlots) return false;
+    slots += most;
+  }
+  return slots <= kMostMeanSlots * groups;
+}
+
 bool LoraInPlace::Serves(const LayerConfig& config, const LoraCall& lora, std::span<const Job> jobs) {
   if (!lora.any() || !lora.LiesInPlace() || jobs.empty()) return false;
-  std::vector<std::int64_t> most(static_cast<std::size_t>(CeilDiv(config.num_experts, kLanes)));
+  std::vector<std::int64_t> rows(static_cast<std::size_t>(config.num_experts));
   for (const Job& job : jobs) {
-    if (job.previous >= 0 || job.rows > kMostLowRankSlots) return false;
-    std::int64_t& rows = most[static_cast<std::size_t>(job.expert / kLanes)];
-    rows = std::max(rows, job.rows);
+    if (job.previous >= 0) return false;
+    rows[static_cast<std::size_t>(job.expert)] = job.rows;
   }
-  std::int64_t slots = 0;
-  for (std::int64_t rows : most) slots += rows;
-  return slots <= kMostMeanSlots * static_cast<std::int64_t>(most.size());
+  return IsFaster(rows);
 }
 
 LoraInPlace::LoraInPlace(const LayerConfig& config, LoraCall lora, std::span<const Job> jobs, const std::int32_t* slots)
@@ -354,7 +364,8 @@ void LoraInPlace::KeepIntermediate(const Job& job, std::int64_t first_feature, s
 
 void LoraInPlace::ContractGateUp(LoraMatrix m, std::int64_t sweep) {
   const std::int64_t offset = m == kLoraBUp ? inner_pitch_ : 0;
-  Run({Use::kContract, matrix_[m], sweep, offset, DType::kBFloat16, low_, p_parts_[m - kLoraBGate], input_rows_.data(), nullptr});
+  Run({Use::kContract, matrix_[m], sweep, offset, DType::kBFloat16, low_, p_parts_[m - kLoraBGate], input_rows_.data(),
+       nullptr});
 }
 
 void LoraInPlace::InputGradients(std::int64_t expert, const void* const* rows, DType dtype) {

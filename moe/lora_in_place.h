@@ -2,8 +2,8 @@
 // (cpu_kernels/elementwise/low_rank.h), nothing packed. To the rest of the pass it is as if there were no adapters.
 //
 // Packing costs as much as reading the parameters, and more where PEFT keeps one number of all experts side by side, as in B:
-// a group's numbers are 64 bytes of each of its pages then. With few rows that is a quarter of a call. Here whole pages of B are
-// read, of all experts at once, each thread a range of features: a sweep. What it expands or contracts are the rank-wide
+// a group's numbers are 64 bytes of each of its pages then. With few rows that is a quarter of a call. Here whole pages of B
+// are read, of all experts at once, each thread a range of features: a sweep. What it expands or contracts are the rank-wide
 // intermediates of all rows, so sweeps stand between the other stages:
 //
 //   forward    L = s X A^T of each expert; sweep: U = L B of gate and up; jobs, whose products start from U, and V = s Z A_d^T;
@@ -28,8 +28,10 @@ namespace moesaic::moe {
 
 class LoraInPlace {
  public:
-  /// Whether the parameters and gradients lie so, and the rows are so few, that this is the faster way.
+  /// Whether the parameters and gradients lie as PEFT keeps them, and the rows are few enough.
   static bool Serves(const LayerConfig& config, const LoraCall& lora, std::span<const Job> jobs);
+  /// Whether this is the faster way for so many rows of each expert.
+  static bool IsFaster(std::span<const std::int64_t> rows);
 
   /// @param jobs   borrowed; one for each expert with rows
   /// @param slots  of all rows, in the order of the routing
@@ -70,7 +72,9 @@ class LoraInPlace {
   /// Q = s D B_d of a job, and w Q.
   void DownGradientLow(const Job& job, const float* weights);
   /// Bytes of `scratch` for so many features.
-  std::int64_t ScratchBytes(const Job& job, std::int64_t features) const { return job.rows * RoundUp(features, kTileColumns) * 4; }
+  std::int64_t ScratchBytes(const Job& job, std::int64_t features) const {
+    return job.rows * RoundUp(features, kTileColumns) * 4;
+  }
   /// Fills the sums of a job's dZ0 with Q A_d. False: there are no adapters of down.
   bool StartDown(const Job& job, std::int64_t first_feature, std::int64_t features, float* sums, std::int64_t ld,
                  void* scratch) const;
@@ -92,8 +96,8 @@ class LoraInPlace {
   struct Matrix {
     std::vector<LoraCall::PieceInPlace> pieces;
     std::int64_t ranks = 0, features = 0;
-    std::int64_t range = 16;          ///< features of a sweep
-    std::int64_t groups = 1;          ///< of experts, whose gathered features fit L2
+    std::int64_t range = 16;  ///< features of a sweep
+    std::int64_t groups = 1;  ///< of experts, whose gathered features fit L2
     std::int64_t ranges() const { return CeilDiv(features, range); }
   };
 
@@ -116,10 +120,10 @@ class LoraInPlace {
     Use use;
     const Matrix& matrix;
     std::int64_t index;
-    std::int64_t offset;   ///< of the first feature in a row
+    std::int64_t offset;  ///< of the first feature in a row
     DType dtype;
     const float* low;
-    float* sums;           ///< of all ranges; null: not wanted
+    float* sums;  ///< of all ranges; null: not wanted
     const void* const* rows;
     void* const* out;
   };
@@ -137,17 +141,17 @@ class LoraInPlace {
   std::int64_t pitch_ = 0;
   std::int64_t inner_pitch_ = 0;  ///< I rounded up to a tile
 
-  float* low_ = nullptr;        ///< lanes [slots][R1][16]: L
-  float* down_low_ = nullptr;   ///< the same with R2: V; in backward w V
-  float* q_parts_ = nullptr;    ///< [ranges] of such: D B_d
-  float* q_ = nullptr;          ///< [rows][R2]: Q
-  float* wq_ = nullptr;         ///< the same: w Q
-  std::array<float*, 2> p_parts_{};  ///< [ranges] of lanes with R1, of gate and up: dG B_g, dU B_u
-  float* added_input_ = nullptr;        ///< [rows][gate, up][inner_pitch_] fp32: L B
-  BFloat16* intermediate_ = nullptr;    ///< the same in bf16: dG, dU
-  BFloat16* added_ = nullptr;           ///< [T * k][pitch_]
+  float* low_ = nullptr;                         ///< lanes [slots][R1][16]: L
+  float* down_low_ = nullptr;                    ///< the same with R2: V; in backward w V
+  float* q_parts_ = nullptr;                     ///< [ranges] of such: D B_d
+  float* q_ = nullptr;                           ///< [rows][R2]: Q
+  float* wq_ = nullptr;                          ///< the same: w Q
+  std::array<float*, 2> p_parts_{};              ///< [ranges] of lanes with R1, of gate and up: dG B_g, dU B_u
+  float* added_input_ = nullptr;                 ///< [rows][gate, up][inner_pitch_] fp32: L B
+  BFloat16* intermediate_ = nullptr;             ///< the same in bf16: dG, dU
+  BFloat16* added_ = nullptr;                    ///< [T * k][pitch_]
   std::vector<void*> input_rows_, output_rows_;  ///< [slots][16]: of added_input_ or intermediate_, and of added_
-  std::vector<const void*> d_out_;      ///< [slots][16]
+  std::vector<const void*> d_out_;               ///< [slots][16]
 };
 
 }  // namespace moesaic::moe

@@ -109,7 +109,8 @@ class Pass {
   std::vector<LoraCall> lora_of_shard_;
 
  public:
-  const LoraCall& lora;  ///< of the first shard: ranks, scales and what is wanted are those of all; none where `in_place` has them
+  const LoraCall&
+      lora;  ///< of the first shard: ranks, scales and what is wanted are those of all; none where `in_place` has them
   std::optional<LoraInPlace> in_place;  ///< adapters that are used where they lie, since Plan()
   const std::int64_t tokens;
   const std::int64_t top_k;

@@ -43,7 +43,8 @@ struct CountedScratch {
 };
 
 std::int64_t Bytes(const Workspace& w) {
-  return w.rows.bytes() + w.jobs.bytes() + w.lora.bytes() + w.in_place.bytes() + w.tokens.bytes() + w.dense.bytes() + w.dense_hidden.bytes();
+  return w.rows.bytes() + w.jobs.bytes() + w.lora.bytes() + w.in_place.bytes() + w.tokens.bytes() + w.dense.bytes() +
+         w.dense_hidden.bytes();
 }
 
 /// Freed when the thread ends. By a key and not as a thread_local object: where memory cannot be had, the C++ runtime ends the

@@ -12,11 +12,14 @@ namespace {
 
 using namespace moesaic;
 
+/// Operands are bf16, as in the products of tiles.
+MOESAIC_INLINE F32x16 Rounded(F32x16 v) { return Widen(NarrowToBf16(v)); }
+
 /// Sixteen elements of a row, or the n < 16 that are left of it and zeros.
 MOESAIC_INLINE F32x16 LoadElements(const void* row, DType dtype, std::int64_t first, std::int64_t n) {
   if (dtype == DType::kFloat32) {
     const float* from = static_cast<const float*>(row) + first;
-    return n < 16 ? LoadF32Part(from, n) : LoadF32(from);
+    return Rounded(n < 16 ? LoadF32Part(from, n) : LoadF32(from));
   }
   const BFloat16* from = static_cast<const BFloat16*>(row) + first;
   return n < 16 ? LoadBf16Part(from, n) : LoadBf16(from);
@@ -31,7 +34,9 @@ MOESAIC_INLINE void StoreElements(void* row, DType dtype, std::int64_t first, st
   n < 16 ? StoreBf16Part(to, v, n) : StoreBf16(to, v);
 }
 
-MOESAIC_INLINE F32x16 LoadLanes(const float* p, std::int64_t n) { return n < 16 ? LoadF32Part(p, n) : LoadF32(p); }
+MOESAIC_INLINE F32x16 LoadParameters(const float* p, std::int64_t n) {
+  return Rounded(n < 16 ? LoadF32Part(p, n) : LoadF32(p));
+}
 
 MOESAIC_INLINE void StreamLanes(float* p, std::int64_t n, F32x16 v) {
   if (n < 16) return StoreF32Part(p, v, n);
@@ -58,8 +63,9 @@ inline void GatherFeatures(const AcrossExpertsArgs& args, std::int64_t first, st
       float* to = args.scratch + piece.first_rank * 256 + f * 16;
       for (std::int64_t j = 0; j < piece.ranks; ++j, at += piece.rank_stride, to += 256) {
         for (std::int64_t g = 0; g < groups; ++g) {
+          if (args.groups[g].slots == 0) continue;
           const std::int64_t width = f < n ? args.groups[g].width : 0;
-          StoreF32(to + g * pitch, LoadLanes(at + 16 * g, width));
+          StoreF32(to + g * pitch, LoadParameters(at + 16 * g, width));
         }
       }
     }
@@ -159,8 +165,8 @@ inline void ContractAcrossExperts(const AcrossExpertsArgs& args) {
       }
       for (const LowRankPiece& piece : args.pieces) {
         if (piece.gradient == nullptr) continue;
-        OuterBlock(piece, piece.gradient + 16 * g + f * piece.gradient_feature_stride, blocks, group.low + piece.first_rank * 16,
-                   pitch, group, n);
+        OuterBlock(piece, piece.gradient + 16 * g + f * piece.gradient_feature_stride, blocks,
+                   group.low + piece.first_rank * 16, pitch, group, n);
       }
     }
   }
@@ -179,7 +185,7 @@ inline void ContractFeatures(const AlongFeaturesArgs& args, const LowRankPiece& 
     const std::int64_t n = args.features - f < 16 ? args.features - f : 16;
     F32x16 factor[kRanks];
 #pragma GCC unroll 4
-    for (int j = 0; j < kRanks; ++j) factor[j] = LoadLanes(parameter + j * piece.rank_stride + f, n);
+    for (int j = 0; j < kRanks; ++j) factor[j] = LoadParameters(parameter + j * piece.rank_stride + f, n);
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) {
       const F32x16 value = LoadElements(args.rows[row + i], args.dtype, f, n);
@@ -216,27 +222,43 @@ inline void ContractAlongFeatures(const AlongFeaturesArgs& args) {
 /// Features whose sums stay in registers.
 inline constexpr std::int64_t kLowRankFeatures = 64;
 
+/// rows[row][f] = sum over ranks of low[row][rank] * parameter[rank][f], for four vectors of features from `first` on.
+template <int kRows>
+inline void ExpandFeatures(const AlongFeaturesArgs& args, std::int64_t row, std::int64_t first) {
+  const std::int64_t left = args.features - first;
+  const auto lanes = [left](std::int64_t v) { return left - 16 * v < 16 ? left - 16 * v : 16; };
+  F32x16 sum[kRows][4] = {};
+  for (const LowRankPiece& piece : args.pieces) {
+    const float* low = args.low + row * args.ranks + piece.first_rank;
+    const float* at = piece.parameter + first;
+    for (std::int64_t j = 0; j < piece.ranks; ++j, at += piece.rank_stride) {
+      F32x16 factor[4] = {};
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        if (lanes(v) > 0) factor[v] = LoadParameters(at + 16 * v, lanes(v));
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < kRows; ++i) {
+        const F32x16 scale = Broadcast(low[i * args.ranks + j]);
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) sum[i][v] += scale * factor[v];
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+      if (lanes(v) > 0) StoreElements(args.out[row + i], args.dtype, first + 16 * v, lanes(v), sum[i][v]);
+    }
+  }
+}
+
 inline void ExpandAlongFeatures(const AlongFeaturesArgs& args) {
   for (std::int64_t first = 0; first < args.features; first += kLowRankFeatures) {
-    const std::int64_t left = args.features - first;
-    const auto lanes = [left](std::int64_t v) { return left - 16 * v < 16 ? left - 16 * v : 16; };
-    for (std::int64_t row = 0; row < args.count; ++row) {
-      F32x16 sum[4] = {};
-      for (const LowRankPiece& piece : args.pieces) {
-        const float* low = args.low + row * args.ranks + piece.first_rank;
-        const float* at = piece.parameter + first;
-        for (std::int64_t j = 0; j < piece.ranks; ++j, at += piece.rank_stride) {
-          const F32x16 factor = Broadcast(low[j]);
-          if (left >= kLowRankFeatures) {
-#pragma GCC unroll 4
-            for (int v = 0; v < 4; ++v) sum[v] += factor * LoadF32(at + 16 * v);
-          } else {
-            for (int v = 0; v < 4 && lanes(v) > 0; ++v) sum[v] += factor * LoadLanes(at + 16 * v, lanes(v));
-          }
-        }
-      }
-      for (int v = 0; v < 4 && lanes(v) > 0; ++v) StoreElements(args.out[row], args.dtype, first + 16 * v, lanes(v), sum[v]);
-    }
+    std::int64_t row = 0;
+    for (; row + kLowRankTile <= args.count; row += kLowRankTile) ExpandFeatures<kLowRankTile>(args, row, first);
+    for (; row < args.count; ++row) ExpandFeatures<1>(args, row, first);
   }
 }
 

@@ -123,7 +123,8 @@ TEST_P(LowRankTest, AcrossExperts) {
     const std::int64_t width = args.first_feature + features;
     // Rows of each expert; slots of a group are its most.
     std::vector<std::int64_t> count(static_cast<std::size_t>(groups * 16)), first(count.size() + 1);
-    for (std::int64_t x = 0; x < experts; ++x) count[x] = Below(3) == 0 ? 0 : Below(trial % 10 == 0 ? kMostLowRankSlots + 1 : 5);
+    for (std::int64_t x = 0; x < experts; ++x)
+      count[x] = Below(3) == 0 ? 0 : Below(trial % 10 == 0 ? kMostLowRankSlots + 1 : 5);
     for (std::size_t x = 0; x < count.size(); ++x) first[x + 1] = first[x] + count[x];
     Rows rows(args.dtype, first.back(), width, random_), out(args.dtype, first.back(), width, random_);
     const Rows before = out;

@@ -27,7 +27,7 @@ from moesaic.perf.calibration import (
     measure_layer,
     measure_layers,
 )
-from moesaic.perf.layer_model import ExpertsShape, LayerModel, job_slots
+from moesaic.perf.layer_model import ExpertsShape, LayerModel, adapters_in_place, job_slots
 from moesaic.perf.layer_plan import Cut, JobCut, Stage, cut_jobs, run_jobs
 from moesaic.perf.products import Products
 from moesaic.perf.rates import LayerRates, rates_path
@@ -94,7 +94,9 @@ def test_slots_and_tasks_are_the_engines(shape: ExpertsShape, tokens: int, routi
     jobs = cut_jobs(measured.rows, shape.hidden, shape.intermediate)
     for kind in ("forward", "backward"):
         call = next(call for call in calls if call["kind"] == kind)
-        slots = job_slots(shape, jobs, threads, 1, backward=kind == "backward")
+        backward, in_place = kind == "backward", adapters_in_place(shape, measured.rows, 1)
+        jobs_shape = replace(shape, rank=0) if in_place else shape
+        slots = job_slots(jobs_shape, jobs, threads, 1, backward=backward, keeps_z=in_place and backward)
         prediction = getattr(told, kind)(shape, measured.rows)
         assert (call["jobs"], call["job_slots"], call["job_tasks"]) == (len(jobs), slots, prediction.tasks), kind
 

@@ -388,6 +388,9 @@ def chunk_rows(hidden: int, intermediate: int) -> int:
 def choose_blocking(jobs: int, hidden: int, intermediate: int, threads: int, slots: int) -> tuple[int, int, int, int]:
     """Units of 128 rows of I and tile columns of H of a task; the last jobs, cut finer, and how many times finer."""
 
+def adapters_in_place(rows: Sequence[int]) -> bool:
+    """Whether adapters of experts with so many rows are used where they lie; moe/lora_in_place.h."""
+
 gemm_parts: tuple[str, ...]
 gemm_model_version: int
 _Problem = tuple[Sequence[int], int, int, int, int, float, str, bool, bool]

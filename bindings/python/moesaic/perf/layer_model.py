@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from moesaic import _core
 from moesaic.perf.fields import whole
 from moesaic.perf.layer_plan import (
     TOKENS_PER_MERGE,
@@ -126,13 +127,16 @@ class LayerModel:
         shard = _shard_of(shape, shards)
         jobs = cut_jobs(rows, shard.hidden, shard.intermediate)
         chunks = not all(job.first for job in jobs)
+        in_place = adapters_in_place(shape, rows, shards)
+        if in_place:
+            shard = replace(shard, rank=0)
         groups: dict[str, Work] = {}
         for (count, first), times in Counter((job.rows, job.first) for job in jobs).items():
             stages = self._stages(shard, Job(count, first), backward=backward, chunks=chunks)
             for phase, work in (part for _, parts in stages for part in parts):
                 of_all = {unit: shards * times * amount for unit, amount in work.items()}
                 _add(groups.setdefault(phase, {}), of_all)
-        for phase, work in _outside_jobs(shape, rows, shards, backward=backward):
+        for phase, work in _outside_jobs(shape, rows, shards, backward=backward, in_place=in_place):
             _add(groups.setdefault(phase, {}), work)
         if not backward:
             groups["routing"] = {"slot": sum(rows)}
@@ -150,6 +154,9 @@ class LayerModel:
         shard = _shard_of(shape, shards)
         jobs = cut_jobs(rows, shard.hidden, shard.intermediate)
         chunks = not all(job.first for job in jobs)
+        in_place = adapters_in_place(shape, rows, shards)
+        if in_place:
+            shard = replace(shard, rank=0)  # to its jobs it is as if there were no adapters
         phases: dict[str, float] = {}
         chains: list[list[Stage]] = []
         known: dict[tuple[int, bool], tuple[list[Stage], list[tuple[str, float]]]] = {}
@@ -161,12 +168,12 @@ class LayerModel:
             chains.append(chain)
             for phase, ms in times:
                 phases[phase] = phases.get(phase, 0.0) + shards * ms
-        slots = job_slots(shard, jobs, threads, shards, backward=backward)
+        slots = job_slots(shard, jobs, threads, shards, backward=backward, keeps_z=in_place and backward)
         cut = JobCut.choose(shards * len(jobs), shard.hidden, shard.intermediate, threads, shards * slots)
         cut = replace(cut, tail_jobs=cut.tail_jobs // shards)
         schedule = run_jobs(chains, cut, max(threads // shards, 1), slots, rates.unit_ms("task"))
         wall, busy = schedule.makespan_ms, shards * schedule.busy_ms
-        for phase, work in _outside_jobs(shape, rows, shards, backward=backward):
+        for phase, work in _outside_jobs(shape, rows, shards, backward=backward, in_place=in_place):
             ms = rates.thread_ms(work)
             phases[phase] = phases.get(phase, 0.0) + ms
             tasks = ceil_div(sum(rows) // shape.top_k, TOKENS_PER_MERGE) if phase.startswith("merge") else threads
@@ -303,7 +310,34 @@ def _shard_of(shape: ExpertsShape, shards: int) -> ExpertsShape:
     return replace(shape, intermediate=32 * ceil_div(ceil_div(shape.intermediate, 32), shards))
 
 
-def _outside_jobs(shape: ExpertsShape, rows: Sequence[int], shards: int, *, backward: bool) -> list[tuple[str, Work]]:
+def adapters_in_place(shape: ExpertsShape, rows: Sequence[int], shards: int) -> bool:
+    """Whether the engine uses adapters in PEFT's layout where they lie, instead of packing them."""
+    if shape.rank == 0 or shards > 1 or not any(rows):
+        return False
+    if not all(job.first for job in cut_jobs(rows, shape.hidden, shape.intermediate)):
+        return False
+    return _core.adapters_in_place(rows)
+
+
+def _in_place(shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> list[tuple[str, Work]]:
+    """Elements of adapters that are read where they lie, and of their products: B for sixteen experts at a time, as many
+    rows of each as the fullest has."""
+    h, i, rank, count = shape.hidden, shape.intermediate, shape.rank, sum(rows)
+    hit = sum(1 for r in rows if r > 0)
+    lanes = 16 * sum(max(rows[first : first + 16]) for first in range(0, shape.experts, 16))
+    times = 2 if backward else 1  # another product is the gradient
+    found: list[tuple[str, Work]] = []
+    for phase, a, b in (("gate_up", h, 2 * i), ("down", i, h)):
+        work = {"sweep": rank * (hit * a + shape.experts * b), "sweep_product": times * rank * (count * a + lanes * b)}
+        if backward:
+            work["lora_write"] = rank * shape.experts * (a + b)
+        found.append((f"{phase}_backward" if backward else phase, work))
+    return found
+
+
+def _outside_jobs(
+    shape: ExpertsShape, rows: Sequence[int], shards: int, *, backward: bool, in_place: bool
+) -> list[tuple[str, Work]]:
     """Work of the tasks that belong to no job: adapters, and the merge."""
     hit = sum(1 for r in rows if r > 0)
     inputs = shape.rank * (shape.hidden + 2 * shape.intermediate)
@@ -322,17 +356,28 @@ def _outside_jobs(shape: ExpertsShape, rows: Sequence[int], shards: int, *, back
         merge = "merge_backward"
     if shape.rank == 0:
         work = []
+    if in_place:
+        work = _in_place(shape, rows, backward=backward)
+    merged = (2 if in_place else shards) * sum(rows) * shape.hidden
     tokens = sum(rows) / shape.top_k
-    return [*work, (merge, {"merge": shards * sum(rows) * shape.hidden, "merge_token": tokens * shape.hidden})]
+    return [*work, (merge, {"merge": merged, "merge_token": tokens * shape.hidden})]
 
 
-def job_slots(shape: ExpertsShape, jobs: Sequence[Job], threads: int, shards: int, *, backward: bool) -> int:
+def job_slots(
+    shape: ExpertsShape, jobs: Sequence[Job], threads: int, shards: int, *, backward: bool, keeps_z: bool = False
+) -> int:
     """Jobs of each shard whose activations fit the scratch memory at a time: Pass::Allocate() of the engine, where
-    adapters leave as much as jobs may take. A test compares it with the engine."""
+    adapters leave as much as jobs may take. A test compares it with the engine.
+
+    Args:
+        keeps_z: backward keeps Z, for adapters in place.
+    """
     rows = round_up(max((job.rows for job in jobs), default=1), 32)
     h, i, rank = shape.hidden, shape.intermediate, shape.rank
     split = _tile_bytes(rows, rank) * (1 if rank <= 16 else 2)
     job_bytes = _tile_bytes(rows, h) + _tile_bytes(rows, i) + 2 * split
+    if keeps_z:
+        job_bytes += _tile_bytes(rows, i)
     if backward:
         # dU; partial sums of dw; P, U, V and Q along the rows; sums of further chunks.
         job_bytes += _tile_bytes(rows, i) + 4 * ceil_div(i, 128) * rows

@@ -40,6 +40,8 @@ class LayerRates:
         rank: ns for an element of a rank-wide intermediate, which is scaled, split in two and packed.
         lora_pack: ns for an element of an adapter that is packed.
         lora_write: ns for an element of a gradient that is written.
+        sweep: ns for an element of an adapter that is used where it lies.
+        sweep_product: ns for each product with it.
         partial: ns for an element of a sum of a further chunk that is added to its expert's.
         slot: ns for a slot of a token, in which the caller alone sorts them by expert.
         task: us for a task besides its work.
@@ -61,6 +63,8 @@ class LayerRates:
     rank: float
     lora_pack: float
     lora_write: float
+    sweep: float
+    sweep_product: float
     partial: float
     slot: float
     task: float
@@ -94,6 +98,8 @@ class LayerRates:
             rank=20.0 * pack,
             lora_pack=max(2.0 * pack, 4 * memory),
             lora_write=max(2.0 * pack, 4 * memory),
+            sweep=max(pack, 6 * memory),
+            sweep_product=0.15 * pack,
             partial=2.0 * pack,
             slot=15.0,
             task=figures["task_us"],
