@@ -16,7 +16,7 @@ constexpr std::int64_t kRanges = 16;
 /// What a sweep gathers at a time stays in L2.
 constexpr std::int64_t kGatheredBytes = std::int64_t{256} << 10;
 /// Rows of the fullest expert of a group, on average over the groups, up to which this is the faster way.
-constexpr std::int64_t kMostMeanSlots = 24;
+constexpr std::int64_t kMostMeanSlots = 16;
 
 }  // namespace
 

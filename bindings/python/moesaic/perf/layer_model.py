@@ -328,9 +328,8 @@ def _in_place(shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> li
     times = 2 if backward else 1  # another product is the gradient
     found: list[tuple[str, Work]] = []
     for phase, a, b in (("gate_up", h, 2 * i), ("down", i, h)):
-        work = {"sweep": rank * (hit * a + shape.experts * b), "sweep_product": times * rank * (count * a + lanes * b)}
-        if backward:
-            work["lora_write"] = rank * shape.experts * (a + b)
+        elements = hit * a + shape.experts * (a + 2 * b if backward else b)  # gradients are written for all experts
+        work = {"sweep": rank * elements, "sweep_product": times * rank * (count * a + lanes * b)}
         found.append((f"{phase}_backward" if backward else phase, work))
     return found
 

@@ -40,7 +40,7 @@ class LayerRates:
         rank: ns for an element of a rank-wide intermediate, which is scaled, split in two and packed.
         lora_pack: ns for an element of an adapter that is packed.
         lora_write: ns for an element of a gradient that is written.
-        sweep: ns for an element of an adapter that is used where it lies.
+        sweep: ns for an element of an adapter that is read where it lies, or of its gradient that is written there.
         sweep_product: ns for each product with it.
         partial: ns for an element of a sum of a further chunk that is added to its expert's.
         slot: ns for a slot of a token, in which the caller alone sorts them by expert.
@@ -99,7 +99,7 @@ class LayerRates:
             lora_pack=max(2.0 * pack, 4 * memory),
             lora_write=max(2.0 * pack, 4 * memory),
             sweep=max(pack, 6 * memory),
-            sweep_product=0.15 * pack,
+            sweep_product=0.3 * pack,
             partial=2.0 * pack,
             slot=15.0,
             task=figures["task_us"],
