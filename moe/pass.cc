@@ -69,7 +69,8 @@ Pass::Pass(Phase direction, const LayerConfig& config_, const PackedWeights& wei
 void Pass::Plan() {
   jobs = BuildJobs(config, shards, routing);
   if (shards.size() == 1 && LoraInPlace::Serves(config, lora, jobs)) {
-    in_place.emplace(config, std::move(lora_of_shard_.front()), jobs, routing + config.num_experts + 1);
+    const std::int32_t* slots = routing + config.num_experts + 1;
+    in_place = std::make_unique<LoraInPlace>(config, std::move(lora_of_shard_.front()), jobs, slots);
     lora_of_shard_.front() = LoraCall(config, shards.front(), {}, {});
   }
   std::int64_t expert_bytes = 0;  // of all shards

@@ -14,7 +14,6 @@
 #include <array>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -111,7 +110,7 @@ class Pass {
  public:
   const LoraCall&
       lora;  ///< of the first shard: ranks, scales and what is wanted are those of all; none where `in_place` has them
-  std::optional<LoraInPlace> in_place;  ///< adapters that are used where they lie, since Plan()
+  std::unique_ptr<LoraInPlace> in_place;  ///< adapters that are used where they lie, since Plan()
   const std::int64_t tokens;
   const std::int64_t top_k;
   const std::int64_t padded_hidden;  ///< H rounded up to a tile
