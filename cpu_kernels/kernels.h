@@ -2,8 +2,9 @@
 //
 // Matrices are tiles of bf16 (gemm/tiles.h), results fp32. Every output element has one accumulator that adds the products in
 // ascending order of the contraction index, segment after segment: no blocking, splitting or thread count changes a bit. (The
-// onednn tier adds up parts of 256 products each, cut in one way, and the direct form for few rows 16 interleaved parts.) No
-// function here throws, but onednn's where oneDNN fails, or takes a lock; all may run on any number of threads at once.
+// onednn tier adds up parts of 256 products each, cut in one way, the direct form for few rows and contract_along_features 16
+// interleaved parts.) No function here throws, but onednn's where oneDNN fails, or takes a lock; all may run on any number of
+// threads at once.
 #pragma once
 
 #include <cstdint>
