@@ -3,8 +3,8 @@
 // Matrices are tiles of bf16 (gemm/tiles.h), results fp32. Every output element has one accumulator that adds the products in
 // ascending order of the contraction index, segment after segment: no blocking, splitting or thread count changes a bit. (The
 // onednn tier adds up parts of 256 products each, cut in one way, the direct form for few rows and contract_along_features 16
-// interleaved parts.) No function here throws, but onednn's where oneDNN fails, or takes a lock; all may run on any number of
-// threads at once.
+// interleaved parts, contract_across_experts two for each 16 features.) No function here throws, but onednn's where oneDNN
+// fails, or takes a lock; all may run on any number of threads at once.
 #pragma once
 
 #include <cstdint>
@@ -253,7 +253,7 @@ struct AcrossExpertsArgs {
   std::int64_t ranks = 0;  ///< of all pieces
   std::int64_t first_feature = 0, features = 0;
   DType dtype = DType::kFloat32;  ///< of rows, or of out: fp32 or bf16
-  float* scratch = nullptr;       ///< [groups][16][ranks][16], 64-byte aligned
+  float* scratch = nullptr;       ///< [groups][ranks][16 features][16], 64-byte aligned
 };
 
 /// For one expert, with P(j, f) at j * rank_stride + f:

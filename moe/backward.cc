@@ -69,7 +69,7 @@ BackwardPass::BackwardPass(const LayerConfig& config, const PackedWeights& weigh
 BackwardBuffers BackwardPass::BuffersOf(std::int64_t job) const {
   BackwardBuffers buffers;
   buffers.Bind(JobMemory(job), RoundUp(jobs[job].rows, kTileColumns), config.hidden_size, InnerOf(jobs[job]), lora, in_chunks_,
-               in_place && in_place->lora().wants(kLoraADownT));
+               keeps_z());
   return buffers;
 }
 
@@ -78,21 +78,25 @@ void BackwardPass::LoadWeights(const Job& job, float* routing_weights) const {
   for (std::int64_t i = 0; i < job.rows; ++i) routing_weights[i] = LoadFloat(args_.weights, slots[i] / top_k, slots[i] % top_k);
 }
 
-bool BackwardPass::wants_gate_up() const { return args_.d_hidden.defined() || lora.wants(kLoraA); }
+bool BackwardPass::wants_gate_up() const { return args_.d_hidden.defined() || adapters().wants(kLoraA); }
+bool BackwardPass::keeps_z() const { return in_place && adapters().wants(kLoraADownT); }
 
 TaskId BackwardPass::BeginInPlace() {
   const std::int64_t count = tokens * top_k;
-  const bool wants_p = args_.d_hidden.defined() || in_place->lora().wants(kLoraA);
-  workspace->in_place.Ensure(in_place->BindBackward(nullptr, row_pitch(), count, wants_p));
-  in_place->BindBackward(workspace->in_place.data(), row_pitch(), count, wants_p);
+  workspace->in_place.Ensure(in_place->BindBackward(nullptr, row_pitch(), count, args_.d_hidden.defined()));
+  in_place->BindBackward(workspace->in_place.data(), row_pitch(), count, args_.d_hidden.defined());
   const TaskId low = AddSweep(this, Sweep<&BackwardPass::LoadLow>, static_cast<std::int64_t>(jobs.size()), -1);
   return AddSweep(this, Sweep<&BackwardPass::ContractDown>, in_place->Sweeps(kLoraBDownT), low);
 }
 
+std::int64_t BackwardPass::GateUpSweeps(LoraMatrix m) const {
+  return wants_gate_up() || adapters().wants(m) ? in_place->Sweeps(m) : 0;
+}
+
 TaskId BackwardPass::EndInPlace(TaskId computed) {
   const TaskId swept = Swept();
-  const TaskId gate = AddSweep(this, Sweep<&BackwardPass::ContractGate>, in_place->Sweeps(kLoraBGate), swept);
-  const TaskId up = AddSweep(this, Sweep<&BackwardPass::ContractUp>, in_place->Sweeps(kLoraBUp), swept);
+  const TaskId gate = AddSweep(this, Sweep<&BackwardPass::ContractGate>, GateUpSweeps(kLoraBGate), swept);
+  const TaskId up = AddSweep(this, Sweep<&BackwardPass::ContractUp>, GateUpSweeps(kLoraBUp), swept);
   const TaskId both = Join(std::array{gate, up});
   return Join(std::array{computed, AddSweep(this, Sweep<&BackwardPass::InputInPlace>, config.num_experts, both)});
 }
@@ -102,24 +106,24 @@ void BackwardPass::LoadLow(std::int64_t index) {
   PhaseRange range(Phase::kD4LoraGrad);
   float routing_weights[kMaxChunkRows];
   LoadWeights(job, routing_weights);
-  const std::int64_t r1 = in_place->lora().input_rank(), r2 = in_place->lora().down_rank();
+  const std::int64_t r1 = adapters().input_rank(), r2 = adapters().down_rank();
   in_place->LoadLow(job, args_.saved->gate_up_low + job.begin * r1, args_.saved->down_low + job.begin * r2, routing_weights);
   for (std::int64_t i = 0; i < job.rows; ++i) in_place->SetOutputRow(job, i, d_out_.Row(Slots(job)[i] / top_k));
 }
 
 void BackwardPass::ContractDown(std::int64_t sweep) {
-  PhaseRange range(Phase::kD4LoraGrad);
+  const double flops = in_place->SweepFlops(kLoraBDownT);
+  PhaseRange range(Phase::kD4LoraGrad, {.flops = adapters().wants(kLoraBDownT) ? 2 * flops : flops});
   in_place->ContractDown(sweep, d_out_.dtype);
 }
 
-void BackwardPass::ContractGate(std::int64_t sweep) {
-  PhaseRange range(Phase::kGU3GateP, {.flops = 1}, {{Phase::kGU3GateDB, {.flops = 1}}});
-  in_place->ContractGateUp(kLoraBGate, sweep);
-}
+void BackwardPass::ContractGate(std::int64_t sweep) { ContractGateUp(kLoraBGate, sweep, Phase::kGU3GateP, Phase::kGU3GateDB); }
+void BackwardPass::ContractUp(std::int64_t sweep) { ContractGateUp(kLoraBUp, sweep, Phase::kGU3UpP, Phase::kGU3UpDB); }
 
-void BackwardPass::ContractUp(std::int64_t sweep) {
-  PhaseRange range(Phase::kGU3UpP, {.flops = 1}, {{Phase::kGU3UpDB, {.flops = 1}}});
-  in_place->ContractGateUp(kLoraBUp, sweep);
+void BackwardPass::ContractGateUp(LoraMatrix m, std::int64_t sweep, Phase p, Phase d_b) {
+  const double flops = in_place->SweepFlops(m);
+  PhaseRange range(p, {.flops = wants_gate_up() ? flops : 0}, {{d_b, {.flops = adapters().wants(m) ? flops : 0}}});
+  in_place->ContractGateUp(m, sweep);
 }
 
 void BackwardPass::InputInPlace(std::int64_t expert) {
@@ -127,7 +131,10 @@ void BackwardPass::InputInPlace(std::int64_t expert) {
   const std::int32_t *offsets = routing, *slots = routing + config.num_experts + 1;
   for (std::int64_t r = offsets[expert]; r < offsets[expert + 1]; ++r)
     rows[r - offsets[expert]] = hidden_.Row(slots[r] / top_k);
-  PhaseRange range(Phase::kGU3GateDXLora, {.flops = 1}, {{Phase::kGU3GateDA, {.flops = 1}}});
+  const double flops =
+      2.0 * (offsets[expert + 1] - offsets[expert]) * adapters().input_rank() * static_cast<double>(config.hidden_size);
+  PhaseRange range(Phase::kGU3GateDXLora, {.flops = args_.d_hidden.defined() ? flops : 0},
+                   {{Phase::kGU3GateDA, {.flops = adapters().wants(kLoraA) ? flops : 0}}});
   in_place->InputGradients(expert, rows, hidden_.dtype);
 }
 
@@ -143,8 +150,7 @@ void BackwardPass::Run(threadpool::Pool& pool) {
     }
   }
   BackwardBuffers measure;
-  Allocate(measure.Bind(nullptr, most_rows, config.hidden_size, LargestShard(shards), lora, in_chunks_,
-                        in_place && in_place->lora().wants(kLoraADownT)));
+  Allocate(measure.Bind(nullptr, most_rows, config.hidden_size, LargestShard(shards), lora, in_chunks_, keeps_z()));
 
   std::vector<Stage> stages;
   stages.push_back({Task<&BackwardPass::ScatterAndPack>, Cut::kWhole});

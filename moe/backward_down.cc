@@ -135,8 +135,9 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   for (std::int64_t first = blocks.begin; first < blocks.end; first += step) {
     const std::int64_t end = std::min(first + step, blocks.end);
     const std::int64_t feature = first * kTileColumns, features = (end - first) * kTileColumns;
+    const double of_adapters = 2.0 * job.rows * adapters().down_rank() * InnerOfBlocks(job, first, end);
     if (in_place) {
-      PhaseRange range(Phase::kD4LoraGrad);
+      PhaseRange range(Phase::kD4LoraGrad, {.flops = of_adapters});
       gemm.accumulate = in_place->StartDown(job, feature, features, sums, gemm.ldc, in_place_scratch);
     }
     {
@@ -169,7 +170,7 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
       }
     }
     if (in_place) {
-      PhaseRange range(Phase::kD4LoraGrad);
+      PhaseRange range(Phase::kD4LoraGrad, {.flops = adapters().wants(kLoraADownT) ? of_adapters : 0});
       in_place->KeepIntermediate(job, feature, features, buffers.z, buffers.d_gate, buffers.d_up, in_place_scratch);
     }
     BlockGradients(job, buffers, std::span(step_blocks).first(static_cast<std::size_t>(end - first)));

@@ -56,7 +56,8 @@ class BackwardPass : public Pass {
   BackwardBuffers BuffersOf(std::int64_t job) const;
   /// Routing weights of a job's rows.
   void LoadWeights(const Job& job, float* weights) const;
-  bool wants_gate_up() const;
+  bool wants_gate_up() const;  ///< P, for dX or dA
+  bool keeps_z() const;        ///< from DownBase's products to dA_d of adapters in place
 
   // backward_down.cc
   void ScatterAndPack(std::int64_t job, std::int64_t part);          ///< D0, D1, D2
@@ -77,14 +78,16 @@ class BackwardPass : public Pass {
   // In backward.cc: adapters in place.
   TaskId BeginInPlace();               ///< adds what comes before the jobs
   TaskId EndInPlace(TaskId computed);  ///< and what comes behind them
+  std::int64_t GateUpSweeps(LoraMatrix m) const;
   template <void (BackwardPass::*kSweep)(std::int64_t index)>
   static void Sweep(void* context, std::int64_t index, int) {
     (Self(context).*kSweep)(index);
   }
   void LoadLow(std::int64_t job);
-  void ContractDown(std::int64_t sweep);   ///< D4: D B_d, dB_d
-  void ContractGate(std::int64_t sweep);   ///< GU3: dG B_g, dB_g
-  void ContractUp(std::int64_t sweep);     ///< GU3: dU B_u, dB_u
+  void ContractDown(std::int64_t sweep);  ///< D4: D B_d, dB_d
+  void ContractGate(std::int64_t sweep);  ///< GU3: dG B_g, dB_g
+  void ContractUp(std::int64_t sweep);    ///< GU3: dU B_u, dB_u
+  void ContractGateUp(LoraMatrix m, std::int64_t sweep, Phase p, Phase d_b);
   void InputInPlace(std::int64_t expert);  ///< GU3: P A, dA
 
   const BackwardArgs& args_;

@@ -100,7 +100,7 @@ class ForwardPass : public Pass {
     const std::int64_t count = tokens * top_k;
     workspace->in_place.Ensure(in_place->BindForward(nullptr, row_pitch(), count));
     in_place->BindForward(workspace->in_place.data(), row_pitch(), count);
-    if (in_place->lora().input_rank() == 0) return -1;
+    if (adapters().input_rank() == 0) return -1;
     const TaskId low = AddSweep(this, Sweep<&ForwardPass::InputLow>, static_cast<std::int64_t>(jobs.size()), -1);
     const TaskId gate = AddSweep(this, Sweep<&ForwardPass::ExpandGate>, in_place->Sweeps(kLoraBGate), low);
     const TaskId up = AddSweep(this, Sweep<&ForwardPass::ExpandUp>, in_place->Sweeps(kLoraBUp), low);
@@ -114,7 +114,7 @@ class ForwardPass : public Pass {
 
   void InputLow(std::int64_t index) {
     const Job& job = jobs[index];
-    const std::int64_t rank = in_place->lora().input_rank();
+    const std::int64_t rank = adapters().input_rank();
     PhaseRange range(Phase::kGateUpLora, {.flops = 2.0 * job.rows * rank * config.hidden_size});
     const void* rows[kMostLowRankSlots];
     for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = hidden_.Row(Slots(job)[i] / top_k);
@@ -122,15 +122,15 @@ class ForwardPass : public Pass {
                        args_.saved != nullptr ? args_.saved->gate_up_low + job.begin * rank : nullptr);
   }
   void ExpandGate(std::int64_t sweep) {
-    PhaseRange range(Phase::kGateUpLora);
+    PhaseRange range(Phase::kGateUpLora, {.flops = in_place->SweepFlops(kLoraBGate)});
     in_place->ExpandGateUp(kLoraBGate, sweep);
   }
   void ExpandUp(std::int64_t sweep) {
-    PhaseRange range(Phase::kGateUpLora);
+    PhaseRange range(Phase::kGateUpLora, {.flops = in_place->SweepFlops(kLoraBUp)});
     in_place->ExpandGateUp(kLoraBUp, sweep);
   }
   void ExpandDown(std::int64_t sweep) {
-    PhaseRange range(Phase::kDownLora);
+    PhaseRange range(Phase::kDownLora, {.flops = in_place->SweepFlops(kLoraBDownT)});
     in_place->ExpandDown(sweep);
   }
 
@@ -269,8 +269,8 @@ class ForwardPass : public Pass {
   /// V = s Z A_d^T.
   void DownLora(std::int64_t index, std::int64_t) {
     const Job& job = jobs[index];
-    if (in_place && in_place->lora().down_rank() > 0) {
-      const std::int64_t rank = in_place->lora().down_rank();
+    if (in_place && adapters().down_rank() > 0) {
+      const std::int64_t rank = adapters().down_rank();
       PhaseRange range(Phase::kDownLora, {.flops = 2.0 * job.rows * rank * InnerOf(job)});
       in_place->DownLow(job, BuffersOf(index).z, args_.saved != nullptr ? args_.saved->down_low + job.begin * rank : nullptr);
     }

@@ -15,22 +15,32 @@ constexpr std::int64_t kLanes = 16;
 constexpr std::int64_t kRanges = 16;
 /// What a sweep gathers at a time stays in L2.
 constexpr std::int64_t kGatheredBytes = std::int64_t{256} << 10;
-/// Rows of the fullest expert of a group, on average over the groups, up to which this is the faster way.
+/// Slots are the rows of the fullest expert of a group of sixteen. Each takes time for all sixteen, and packing takes it for
+/// each expert with rows: so many slots a group, on average, and an expert are the faster way.
 constexpr std::int64_t kMostMeanSlots = 16;
+constexpr double kMostSlotsOfExpert = 1.5;
+/// Of the rank-wide intermediates of a call: within LoraBudget(), for nothing is packed.
+constexpr std::int64_t kMostLaneBytes = std::int64_t{32} << 20;
+
+/// Of so many slots, by the sweeps of backward, which keep sums for each range: those of down, and of gate and up.
+std::int64_t LaneBytes(std::int64_t slots, std::int64_t input_rank, std::int64_t down_rank) {
+  return slots * kLanes * 4 * (input_rank + down_rank + kRanges * (down_rank + 2 * input_rank));
+}
 
 }  // namespace
 
-bool LoraInPlace::IsFaster(std::span<const std::int64_t> rows) {
-  const auto experts = static_cast<std::int64_t>(rows.size());
-  std::int64_t slots = 0, groups = 0;
-  for (std::int64_t first = 0; first < experts; first += kLanes, ++groups) {
-    const auto group =
-        rows.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(std::min(kLanes, experts - first)));
+bool LoraInPlace::IsFaster(std::span<const std::int64_t> rows, std::int64_t input_rank, std::int64_t down_rank) {
+  std::int64_t slots = 0, groups = 0, experts = 0;
+  for (std::size_t first = 0; first < rows.size(); first += kLanes) {
+    const auto group = rows.subspan(first, std::min<std::size_t>(kLanes, rows.size() - first));
     const std::int64_t most = *std::max_element(group.begin(), group.end());
     if (most > kMostLowRankSlots) return false;
     slots += most;
+    groups += most > 0 ? 1 : 0;
+    experts += std::count_if(group.begin(), group.end(), [](std::int64_t count) { return count > 0; });
   }
-  return slots <= kMostMeanSlots * groups;
+  return slots <= kMostMeanSlots * groups && static_cast<double>(slots) <= kMostSlotsOfExpert * static_cast<double>(experts) &&
+         LaneBytes(slots, input_rank, down_rank) <= kMostLaneBytes;
 }
 
 bool LoraInPlace::Serves(const LayerConfig& config, const LoraCall& lora, std::span<const Job> jobs) {
@@ -40,7 +50,7 @@ bool LoraInPlace::Serves(const LayerConfig& config, const LoraCall& lora, std::s
     if (job.previous >= 0) return false;
     rows[static_cast<std::size_t>(job.expert)] = job.rows;
   }
-  return IsFaster(rows);
+  return IsFaster(rows, lora.input_rank(), lora.down_rank());
 }
 
 LoraInPlace::LoraInPlace(const LayerConfig& config, LoraCall lora, std::span<const Job> jobs, const std::int32_t* slots)
@@ -69,17 +79,30 @@ LoraInPlace::LoraInPlace(const LayerConfig& config, LoraCall lora, std::span<con
   inner_pitch_ = RoundUp(config.intermediate_size, kTileColumns);
 }
 
+std::int64_t LoraInPlace::BindLanes(void* memory, bool backward) {
+  Carver carver(memory);
+  const std::int64_t r1 = lora_.input_rank(), r2 = lora_.down_rank();
+  low_ = carver.Take<float>(Lanes(r1));
+  down_low_ = carver.Take<float>(Lanes(r2));
+  const std::int64_t must_be_zero = carver.used();
+  if (backward) {
+    q_parts_ = carver.Take<float>(matrix_[kLoraBDownT].ranges() * Lanes(r2));
+    for (int i = 0; i < 2; ++i) {
+      const Matrix& matrix = matrix_[kLoraBGate + i];
+      p_parts_[i] = matrix.pieces.empty() ? nullptr : carver.Take<float>(matrix.ranges() * Lanes(r1));
+    }
+  }
+  if (memory != nullptr) std::memset(memory, 0, static_cast<std::size_t>(must_be_zero));
+  return carver.used();
+}
+
 std::int64_t LoraInPlace::BindForward(void* memory, std::int64_t pitch, std::int64_t count) {
   Carver carver(memory);
   pitch_ = pitch;
-  const std::int64_t r1 = lora_.input_rank(), r2 = lora_.down_rank(), rows = jobs_.back().begin + jobs_.back().rows;
-  low_ = carver.Take<float>(Lanes(r1));
-  down_low_ = carver.Take<float>(Lanes(r2));
-  if (r1 > 0) added_input_ = carver.Take<float>(rows * 2 * inner_pitch_);
+  const std::int64_t r1 = lora_.input_rank(), r2 = lora_.down_rank();
+  if (r1 > 0) added_input_ = carver.Take<float>(rows() * 2 * inner_pitch_);
   if (r2 > 0) added_ = carver.Take<BFloat16>(count * pitch);
   if (memory == nullptr) return carver.used();
-  std::fill(low_, low_ + Lanes(r1), 0.0f);
-  std::fill(down_low_, down_low_ + Lanes(r2), 0.0f);
   input_rows_.resize(static_cast<std::size_t>(first_slot_.back() * kLanes));
   output_rows_.resize(input_rows_.size());
   for (const Job& job : jobs_) {
@@ -91,28 +114,21 @@ std::int64_t LoraInPlace::BindForward(void* memory, std::int64_t pitch, std::int
   return carver.used();
 }
 
-std::int64_t LoraInPlace::BindBackward(void* memory, std::int64_t pitch, std::int64_t count, bool wants_p) {
+std::int64_t LoraInPlace::BindBackward(void* memory, std::int64_t pitch, std::int64_t count, bool d_hidden) {
   Carver carver(memory);
   pitch_ = pitch;
-  const std::int64_t r1 = lora_.input_rank(), r2 = lora_.down_rank(), rows = jobs_.back().begin + jobs_.back().rows;
-  low_ = carver.Take<float>(Lanes(r1));
-  down_low_ = carver.Take<float>(Lanes(r2));
-  q_parts_ = carver.Take<float>(matrix_[kLoraBDownT].ranges() * Lanes(r2));
-  q_ = carver.Take<float>(rows * r2);
-  wq_ = carver.Take<float>(rows * r2);
-  for (int i = 0; i < 2; ++i) {
-    const std::int64_t ranges = matrix_[kLoraBGate + i].ranges();
-    p_parts_[i] = wants_p && !matrix_[kLoraBGate + i].pieces.empty() ? carver.Take<float>(ranges * Lanes(r1)) : nullptr;
-  }
-  if (r1 > 0) intermediate_ = carver.Take<BFloat16>(rows * 2 * inner_pitch_);
-  if (r1 > 0 && wants_p) added_ = carver.Take<BFloat16>(count * pitch);
+  wants_p_ = d_hidden || lora_.wants(kLoraA);
+  const std::int64_t r1 = lora_.input_rank(), r2 = lora_.down_rank();
+  q_ = carver.Take<float>(rows() * r2);
+  wq_ = carver.Take<float>(rows() * r2);
+  if (r1 > 0) intermediate_ = carver.Take<BFloat16>(rows() * 2 * inner_pitch_);
+  if (r1 > 0 && d_hidden) added_ = carver.Take<BFloat16>(count * pitch);
   if (memory == nullptr) return carver.used();
-  std::fill(low_, low_ + Lanes(r1), 0.0f);
-  std::fill(down_low_, down_low_ + Lanes(r2), 0.0f);
   input_rows_.resize(static_cast<std::size_t>(first_slot_.back() * kLanes));
   d_out_.resize(input_rows_.size());
+  if (r1 == 0) return carver.used();
   for (const Job& job : jobs_) {
-    for (std::int64_t i = 0; i < job.rows && r1 > 0; ++i) {
+    for (std::int64_t i = 0; i < job.rows; ++i) {
       input_rows_[Place(job, i)] = intermediate_ + (job.begin + i) * 2 * inner_pitch_;
     }
   }
@@ -131,6 +147,11 @@ std::int64_t LoraInPlace::Sweeps(LoraMatrix m) const {
   const Matrix& matrix = matrix_[m];
   if (matrix.pieces.empty()) return 0;
   return CeilDiv(CeilDiv(config_.num_experts, kLanes), matrix.groups) * matrix.ranges();
+}
+
+double LoraInPlace::SweepFlops(LoraMatrix m) const {
+  const Matrix& matrix = matrix_[m];
+  return 2.0 * static_cast<double>(rows() * matrix.ranks * matrix.features) / static_cast<double>(Sweeps(m));
 }
 
 LoraInPlace::Sweep LoraInPlace::SweepOf(const Matrix& matrix, std::int64_t index) const {
@@ -364,8 +385,8 @@ void LoraInPlace::KeepIntermediate(const Job& job, std::int64_t first_feature, s
 
 void LoraInPlace::ContractGateUp(LoraMatrix m, std::int64_t sweep) {
   const std::int64_t offset = m == kLoraBUp ? inner_pitch_ : 0;
-  Run({Use::kContract, matrix_[m], sweep, offset, DType::kBFloat16, low_, p_parts_[m - kLoraBGate], input_rows_.data(),
-       nullptr});
+  float* sums = wants_p_ ? p_parts_[m - kLoraBGate] : nullptr;
+  Run({Use::kContract, matrix_[m], sweep, offset, DType::kBFloat16, low_, sums, input_rows_.data(), nullptr});
 }
 
 void LoraInPlace::InputGradients(std::int64_t expert, const void* const* rows, DType dtype) {
@@ -382,23 +403,25 @@ void LoraInPlace::InputGradients(std::int64_t expert, const void* const* rows, D
     return;
   }
   const Matrix& matrix = matrix_[kLoraA];
-  if (added_ == nullptr || matrix.pieces.empty()) return;
+  if (matrix.pieces.empty() || !wants_p_) return;
   float* p = static_cast<float*>(ThreadScratch(job->rows * matrix.ranks * 4));
   std::fill(p, p + job->rows * matrix.ranks, 0.0f);
   for (int i = 0; i < 2; ++i) {
     if (p_parts_[i] != nullptr) AddUp(*job, matrix_[kLoraBGate + i], p_parts_[i], lora_.input_scale(), p);
   }
-  void* out[kMostLowRankSlots];
-  for (std::int64_t i = 0; i < job->rows; ++i) out[i] = added_ + slots_[job->begin + i] * pitch_;
   const std::vector<LowRankPiece> pieces = PiecesOf(matrix, expert, 0);
   args.pieces = pieces;
   args.ranks = matrix.ranks;
   args.features = matrix.features;
   args.count = job->rows;
   args.low = p;
-  args.out = out;
-  args.dtype = DType::kBFloat16;
-  kernels_.expand_along_features(args);
+  if (added_ != nullptr) {
+    void* out[kMostLowRankSlots];
+    for (std::int64_t i = 0; i < job->rows; ++i) out[i] = added_ + slots_[job->begin + i] * pitch_;
+    args.out = out;
+    args.dtype = DType::kBFloat16;
+    kernels_.expand_along_features(args);
+  }
   args.rows = rows;
   args.dtype = dtype;
   kernels_.outer_along_features(args);

@@ -30,8 +30,8 @@ class LoraInPlace {
  public:
   /// Whether the parameters and gradients lie as PEFT keeps them, and the rows are few enough.
   static bool Serves(const LayerConfig& config, const LoraCall& lora, std::span<const Job> jobs);
-  /// Whether this is the faster way for so many rows of each expert.
-  static bool IsFaster(std::span<const std::int64_t> rows);
+  /// Whether this is the faster way for so many rows of each expert, and its rank-wide intermediates are not too large.
+  static bool IsFaster(std::span<const std::int64_t> rows, std::int64_t input_rank, std::int64_t down_rank);
 
   /// @param jobs   borrowed; one for each expert with rows
   /// @param slots  of all rows, in the order of the routing
@@ -39,16 +39,20 @@ class LoraInPlace {
 
   const LoraCall& lora() const { return lora_; }
 
-  /// Carves the arrays of one direction out of `memory`, zeros where they must be; null: only counts. Returns the bytes.
+  /// Carves the rank-wide intermediates of one direction out of `memory`, and what grows with the rows out of other memory;
+  /// null: only counts. Returns the bytes, of the former at most 32 MiB.
   /// @param pitch  elements between rows of H, as in workspace->rows
   /// @param count  rows of those: T * k
+  std::int64_t BindLanes(void* memory, bool backward);
   std::int64_t BindForward(void* memory, std::int64_t pitch, std::int64_t count);
-  std::int64_t BindBackward(void* memory, std::int64_t pitch, std::int64_t count, bool wants_p);
+  std::int64_t BindBackward(void* memory, std::int64_t pitch, std::int64_t count, bool d_hidden);
   /// Bytes of ThreadScratch that no function here asks more of.
   std::int64_t StageScratchBytes() const;
 
   /// Tasks of a sweep over a matrix of B; 0: there is none.
   std::int64_t Sweeps(LoraMatrix m) const;
+  /// Of one product of the matrix, by each of them, on average.
+  double SweepFlops(LoraMatrix m) const;
 
   // Forward.
 
@@ -101,6 +105,7 @@ class LoraInPlace {
     std::int64_t ranges() const { return CeilDiv(features, range); }
   };
 
+  std::int64_t rows() const { return jobs_.back().begin + jobs_.back().rows; }
   Sweep SweepOf(const Matrix& matrix, std::int64_t index) const;
   std::int64_t Lanes(std::int64_t ranks) const { return first_slot_.back() * ranks * 16; }
   /// A job's row among all slots' sixteen lanes, and where its rank-wide intermediate begins: ranks are 16 floats apart.
@@ -140,6 +145,7 @@ class LoraInPlace {
   std::array<Matrix, kNumLoraMatrices> matrix_;
   std::int64_t pitch_ = 0;
   std::int64_t inner_pitch_ = 0;  ///< I rounded up to a tile
+  bool wants_p_ = false;          ///< P, for dX or dA
 
   float* low_ = nullptr;                         ///< lanes [slots][R1][16]: L
   float* down_low_ = nullptr;                    ///< the same with R2: V; in backward w V

@@ -108,9 +108,10 @@ class Pass {
   std::vector<LoraCall> lora_of_shard_;
 
  public:
-  const LoraCall&
-      lora;  ///< of the first shard: ranks, scales and what is wanted are those of all; none where `in_place` has them
+  /// Of the first shard: ranks, scales and what is wanted are those of all; none where `in_place` has them.
+  const LoraCall& lora;
   std::unique_ptr<LoraInPlace> in_place;  ///< adapters that are used where they lie, since Plan()
+  const LoraCall& adapters() const { return in_place ? in_place->lora() : lora; }
   const std::int64_t tokens;
   const std::int64_t top_k;
   const std::int64_t padded_hidden;  ///< H rounded up to a tile
@@ -195,8 +196,9 @@ class Pass {
                  const SplitTiles& tiles) const;
 
  private:
-  /// Gives experts their places in the ring of adapters; returns the ring's bytes.
+  /// Gives experts their places in the ring of adapters, or adapters in place their intermediates; returns the bytes.
   std::int64_t BindLora();
+  std::int64_t BindLanes();
   /// No stage asks more of ThreadScratch.
   std::int64_t StageScratchBytes() const;
   /// Blocks or columns in one part.

@@ -15,8 +15,9 @@ namespace moesaic::moe {
 struct Workspace {
   AlignedBuffer rows;          ///< bf16 [shards][T * k][H]: a row of Y (forward) or dX (backward) for each slot
   AlignedBuffer jobs;          ///< activations of the jobs in flight
-  AlignedBuffer lora;          ///< packed adapters of the groups in flight, and their gradients' fp32 sums
-  AlignedBuffer in_place;      ///< what adapters of few rows hold from stage to stage; grows with T
+  AlignedBuffer lora;          ///< packed adapters of the groups in flight, and their gradients' fp32 sums; or the rank-wide
+                               ///< intermediates of adapters in place
+  AlignedBuffer in_place;      ///< what else adapters in place hold from stage to stage; grows with T
   AlignedBuffer tokens;        ///< routing weights and tables, a few bytes a slot
   AlignedBuffer dense;         ///< bf16 [T][H]: hidden (forward) or d_out (backward), where the caller's has no dense rows
   AlignedBuffer dense_hidden;  ///< the same for hidden in the backward

@@ -145,13 +145,21 @@ MOESAIC_INLINE void OuterBlock(const LowRankPiece& piece, float* gradient, const
   }
 }
 
+inline bool AnySums(const AcrossExpertsArgs& args) {
+  for (const LowRankGroup& group : args.groups) {
+    if (group.sums != nullptr) return true;
+  }
+  return false;
+}
+
 inline void ContractAcrossExperts(const AcrossExpertsArgs& args) {
   alignas(64) LanesBlock blocks[kMostLowRankSlots];
   const auto groups = static_cast<std::int64_t>(args.groups.size());
   const std::int64_t pitch = args.ranks * 16;
+  const bool sums = AnySums(args);
   for (std::int64_t f = 0; f < args.features; f += 16) {
     const std::int64_t n = args.features - f < 16 ? args.features - f : 16;
-    GatherFeatures(args, f, n);
+    if (sums) GatherFeatures(args, f, n);
     for (std::int64_t g = 0; g < groups; ++g) {
       const LowRankGroup& group = args.groups[g];
       for (std::int64_t slot = 0; slot < group.slots; ++slot) {

@@ -148,8 +148,21 @@ long FailEachInTurn(Call call, Again again) {
   return failures;
 }
 
-TEST(Allocation, EachOfACallFails) {
-  const Problem problem(Spec());
+/// Adapters in place: few rows, fp32 in PEFT's layout.
+ProblemSpec SpecInPlace() {
+  ProblemSpec spec = Spec();
+  spec.tokens = 8;
+  spec.adapters = {{.gate_up = 3, .down = 2, .peft_strides = true}, {.gate = 2, .up = 1, .peft_strides = true}};
+  return spec;
+}
+
+class Allocation : public testing::TestWithParam<ProblemSpec> {};
+
+INSTANTIATE_TEST_SUITE_P(Adapters, Allocation, testing::Values(Spec(), SpecInPlace()),
+                         [](const auto& info) { return info.index == 0 ? "packed" : "in_place"; });
+
+TEST_P(Allocation, EachOfACallFails) {
+  const Problem problem(GetParam());
   for (const int threads : {1, 2}) {
     Pool pool(threads);
     const ExpertsLayer layer(problem.config(), problem.gate_up.view(), problem.down.view(), pool);
@@ -197,7 +210,7 @@ TEST(Allocation, EachOfACallFails) {
   }
 }
 
-TEST(Allocation, EachOfANewPoolFails) {
+TEST(AllocationOfThreads, EachOfANewPoolFails) {
   const Problem problem(Spec());
   Pool one(1);
   const ExpertsLayer layer(problem.config(), problem.gate_up.view(), problem.down.view(), one);

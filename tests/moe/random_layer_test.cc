@@ -45,6 +45,22 @@ class SpecGenerator {
     return spec;
   }
 
+  /// A call whose adapters may be used in place: few rows of many experts, fp32 in PEFT's layout.
+  ProblemSpec NextInPlace() {
+    ProblemSpec spec = Next();
+    spec.experts = 12 + LogBelow(53);
+    spec.top_k = 1 + Below(8);
+    spec.tokens = 32 + LogBelow(97);  // of fewer rows and rank 1 an error is that of few numbers
+    spec.hidden = 48 + LogBelow(300);
+    spec.intermediate = 48 + LogBelow(300);
+    if (spec.adapters.empty()) spec.adapters.push_back(NextAdapter());
+    for (AdapterSpec& adapter : spec.adapters) {
+      adapter.dtype = DType::kFloat32;
+      adapter.peft_strides = true;
+    }
+    return spec;
+  }
+
  private:
   std::int64_t Below(std::int64_t n) { return static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(n)); }
   /// In [0, n), small values more often.
@@ -86,6 +102,19 @@ TEST_P(RandomLayer, MatchesReference) {
   threadpool::Pool pool(2);
   SpecGenerator generator(seed);
   for (int i = 0; i < 50; ++i) ExpectMatchesReference(generator.Next(), pool);
+  ForceIsa("");
+}
+
+TEST_P(RandomLayer, MatchesReferenceWithAdaptersInPlace) {
+  const auto& [tier, seed] = GetParam();
+  try {
+    ForceIsa(tier);
+  } catch (const UnsupportedHostError& error) {
+    GTEST_SKIP() << error.what();
+  }
+  threadpool::Pool pool(2);
+  SpecGenerator generator(seed);
+  for (int i = 0; i < 20; ++i) ExpectMatchesReference(generator.NextInPlace(), pool);
   ForceIsa("");
 }
 
