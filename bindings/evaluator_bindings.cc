@@ -65,6 +65,7 @@ MachineModel MachineOf(const py::dict& figures) {
   kernel.unpack_tile_ns = Field<double>(figures, "unpack_tile_ns");
   kernel.unpack_overlaps = Field<bool>(figures, "unpack_overlaps");
   kernel.overlap = Field<double>(figures, "overlap");
+  kernel.unpack_overlap = Field<double>(figures, "unpack_overlap");
   kernel.pack_gbps = Field<double>(figures, "pack_gbps");
   kernel.direct_gbps = Field<double>(figures, "direct_gbps");
   kernel.unpack_gbps = Field<double>(figures, "unpack_gbps");
@@ -230,9 +231,13 @@ void RegisterEvaluator(py::module_& module) {
         return std::tuple(b.intermediate_units_per_task, b.hidden_columns_per_task, b.tail_jobs, b.tail_parts);
       },
       py::arg("jobs"), py::arg("hidden"), py::arg("intermediate"), py::arg("threads"), py::arg("slots"));
+  module.def("unpack_slice", &UnpackSlice, py::arg("matrix_unit"), py::arg("tiles"), py::arg("panels"), py::arg("l2_bytes"));
   module.def(
-      "adapters_in_place", [](const std::vector<std::int64_t>& rows) { return moe::LoraInPlace::IsFaster(rows); },
-      py::arg("rows"));
+      "adapters_in_place",
+      [](const std::vector<std::int64_t>& rows, std::int64_t input_rank, std::int64_t down_rank) {
+        return moe::LoraInPlace::IsFaster(rows, input_rank, down_rank);
+      },
+      py::arg("rows"), py::arg("input_rank"), py::arg("down_rank"));
   py::class_<Evaluator>(module, "TileEvaluator", "The GEMM model of one machine; cpu_kernels/tile_evaluator/gemm_model.h.")
       .def(py::init<const py::dict&>(), py::arg("figures"))
       .def("choose", &Evaluator::Choose, py::arg("shapes"), py::arg("space"))

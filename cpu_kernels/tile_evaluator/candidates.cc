@@ -58,11 +58,12 @@ bool AllFewWhole(const GemmProblem& problem, const MachineModel& machine) {
 }
 
 /// Whether another candidate does the same, or nothing speaks for it.
-bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem, bool whole_depth) {
+/// @param slices  a matrix unit's right factors stay in L1 along a part of the contraction only
+bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem, bool whole_depth, bool slices) {
   const bool one_row_call = c.call_rows >= c.task_rows, one_column_call = c.call_columns >= c.task_columns;
   if (c.call_depth < problem.k) {
     if (whole_depth) return true;
-  } else if (c.order == LoopOrder::kDepth) {
+  } else if (c.order == LoopOrder::kDepth || slices) {
     return true;
   }
   // The unpack form's slices are no loop over calls.
@@ -77,6 +78,9 @@ template <typename Visit>
 void ForEach(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space, Visit&& visit) {
   const Axes axes = AxesOf(problem, machine);
   const bool prune = space == CandidateSpace::kPruned, whole_depth = AllFewWhole(problem, machine);
+  // Products of up to two panels meet each right factor once.
+  const bool slices = problem.form == GemmForm::kUnpack && machine.kernel.unpack_overlaps &&
+                      axes.task_rows[0] > 2 * kPanelRows && axes.call_depth[1] < problem.k;
   const auto repeated = [](std::span<const std::int64_t> axis, std::size_t i) {
     const auto before = axis.first(i);
     return std::find(before.begin(), before.end(), axis[i]) != before.end();
@@ -102,7 +106,7 @@ void ForEach(const GemmProblem& problem, const MachineModel& machine, CandidateS
               c.call_columns = call_columns[cc];
               c.call_depth = axes.call_depth[cd];
               c.order = order;
-              if (!prune || !IsPruned(c, problem, whole_depth)) visit(c, again_depth);
+              if (!prune || !IsPruned(c, problem, whole_depth, slices)) visit(c, again_depth);
             }
           }
         }

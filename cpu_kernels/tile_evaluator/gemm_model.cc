@@ -342,7 +342,10 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   // Beside the products, all that overlaps with them: L2, L3, and what the vectors unpack where they are idle. Memory, too,
   // but where the vectors are busy it is prefetched while they unpack.
   const bool unpack_first = problem.form == GemmForm::kUnpack && !unit && !cost.few;
-  const double overlap = !cost.few ? kernel.overlap : problem.form == GemmForm::kDirect ? kFewDirectOverlap : kFewUnpackOverlap;
+  const bool unpacks = problem.form == GemmForm::kUnpack;
+  const double overlap = cost.few  ? (unpacks ? kFewUnpackOverlap : kFewDirectOverlap)
+                         : unpacks ? kernel.unpack_overlap
+                                   : kernel.overlap;
   const Overlap beside(overlap);
   const std::array<double, 4> powers = {
       beside.Power(cells), unit ? 0.0 : beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])),

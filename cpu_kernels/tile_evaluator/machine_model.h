@@ -32,9 +32,10 @@ struct KernelFigures {
   /// How well the kernels compute while the caches and the memory bring what they need: times of both combine as
   /// (sum of t^overlap)^(1/overlap). 1: one after the other; 3: nearly at the same time.
   double overlap = 3;
-  double pack_gbps = 0;    ///< rows become tiles, bytes of bf16 written by one thread
-  double direct_gbps = 0;  ///< rate at which the direct form takes weights from memory, all threads together
-  double unpack_gbps = 0;  ///< the same, unpack form
+  double unpack_overlap = 3;  ///< the same of the unpack form
+  double pack_gbps = 0;       ///< rows become tiles, bytes of bf16 written by one thread
+  double direct_gbps = 0;     ///< rate at which the direct form takes weights from memory, all threads together
+  double unpack_gbps = 0;     ///< the same, unpack form
 };
 
 /// A machine as `threads` threads see it. Rates are those of all threads together.

@@ -4,7 +4,9 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "cpu_kernels/tile_evaluator.h"
 #include "profiling/bench/probes.h"
@@ -49,11 +51,29 @@ void* Zeros(AlignedBuffer& buffer, std::int64_t bytes) {
   return static_cast<std::byte*>(buffer.data()) + random() % (kPage / kLine) * kLine;
 }
 
-BFloat16* Tiles(AlignedBuffer& buffer, const TileMatrix& matrix) {
-  return static_cast<BFloat16*>(Zeros(buffer, matrix.size() * static_cast<std::int64_t>(sizeof(BFloat16))));
+/// bf16 values between -2 and 2 with all bits in use: a tile unit computes slower with them than with zeros.
+void FillOperands(std::span<std::byte> memory) {
+  static const std::vector<BFloat16> kValues = [] {
+    std::minstd_rand random;
+    std::vector<BFloat16> values(4099);  // a prime: no two tiles are alike
+    for (BFloat16& value : values) value = ToBFloat16(static_cast<float>(random()) / static_cast<float>(1u << 29) - 2.0f);
+    return values;
+  }();
+  while (!memory.empty()) {
+    const std::size_t bytes = std::min(memory.size(), kValues.size() * sizeof(BFloat16));
+    std::memcpy(memory.data(), kValues.data(), bytes);
+    memory = memory.subspan(bytes);
+  }
 }
 
-/// Operands of one call: zeros, since time does not depend on the values.
+BFloat16* Tiles(AlignedBuffer& buffer, const TileMatrix& matrix) {
+  const std::int64_t bytes = matrix.size() * static_cast<std::int64_t>(sizeof(BFloat16));
+  void* tiles = Zeros(buffer, bytes);
+  FillOperands({static_cast<std::byte*>(tiles), static_cast<std::size_t>(bytes)});
+  return static_cast<BFloat16*>(tiles);
+}
+
+/// Operands of one call.
 class Call {
  public:
   /// @param weight_rows, weight_columns  as stored
@@ -79,6 +99,9 @@ class Call {
   void set_few_rows(std::int64_t rows) { few_rows_ = rows; }
 
   void Run() { Run(0, direct_ ? segment_.weights.panels : segment_.weights.columns, {}); }
+
+  /// Right tiles of a slice of the unpack form.
+  void set_depth(std::int64_t depth) { depth_ = depth; }
 
   /// Adds to what C holds.
   void set_accumulate() { accumulate_ = true; }
@@ -107,11 +130,12 @@ class Call {
       args.c = c_;
       args.ldc = ldc_;
       args.scratch = scratch_;
+      args.depth = depth_;
       tier_.unpack_gemm(args);
     }
   }
 
-  /// All of it as the engine does: two panels at a time, with the next two prefetched; or all tile columns.
+  /// All of it as the engine does: two panels at a time, with the next two prefetched; or all tile columns, in its slices.
   void RunStreaming() {
     if (!direct_) return Run();
     const std::int64_t panels = segment_.weights.panels;
@@ -132,6 +156,7 @@ class Call {
   const bool direct_;
   const std::int64_t rows_;
   std::int64_t few_rows_ = 0;
+  std::int64_t depth_ = 0;
   bool accumulate_ = false;
   GemmSegment segment_;
   AlignedBuffer weight_buffer_, activation_buffer_, c_buffer_, scratch_buffer_;
@@ -391,7 +416,9 @@ struct StreamProbe::Worker {
   }
 };
 
-StreamProbe::StreamProbe(const ReadProbe& memory, threadpool::Pool* pool) : memory_(memory), pool_(pool) {}
+StreamProbe::StreamProbe(const ReadProbe& memory, threadpool::Pool* pool) : memory_(memory), pool_(pool) {
+  OnAllWorkers(pool_, [&](int worker) { FillOperands(memory_.Share(worker)); });
+}
 StreamProbe::~StreamProbe() = default;
 
 double StreamProbe::Measure(const KernelTier& tier, bool direct, std::int64_t rows, double seconds) {
@@ -406,6 +433,8 @@ double StreamProbe::Measure(const KernelTier& tier, bool direct, std::int64_t ro
       own.weights = memory_.Share(worker);
       for (std::int64_t bytes = 0; bytes < 2 * HostCaches().l2; bytes += of_call) {
         own.calls.emplace_back(tier, rows, direct ? kColumns : kContraction, direct ? kContraction : kColumns, direct, false);
+        own.calls.back().set_depth(
+            UnpackSlice(tier.unpack_overlaps, kContraction / kTileColumns, CeilDiv(rows, kPanelRows), HostCaches().l2));
       }
     });
   }

@@ -57,7 +57,7 @@ class KernelProbe {
   /// Each call that the figures rest on once more, some 0.05 ms each on one thread and 0.4 ms on several, with operands in
   /// other places.
   void Turn();
-  /// From the least time of each call: all of KernelFigures but the rates from memory and `overlap`. After a Turn().
+  /// From the least time of each call: all of KernelFigures but the rates from memory and how they overlap. After a Turn().
   KernelFigures Figures() const;
 
  private:

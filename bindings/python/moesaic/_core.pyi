@@ -388,8 +388,12 @@ def chunk_rows(hidden: int, intermediate: int) -> int:
 def choose_blocking(jobs: int, hidden: int, intermediate: int, threads: int, slots: int) -> tuple[int, int, int, int]:
     """Units of 128 rows of I and tile columns of H of a task; the last jobs, cut finer, and how many times finer."""
 
-def adapters_in_place(rows: Sequence[int]) -> bool:
-    """Whether adapters of experts with so many rows are used where they lie; moe/lora_in_place.h."""
+def unpack_slice(matrix_unit: bool, tiles: int, panels: int, l2_bytes: int) -> int:
+    """Right tiles of a slice of the unpack form's contraction, 0: all; cpu_kernels/tile_evaluator.h."""
+
+def adapters_in_place(rows: Sequence[int], input_rank: int, down_rank: int) -> bool:
+    """Whether adapters of experts with so many rows are used where they lie; moe/lora_in_place.h. The ranks: of all
+    adapters of gate and up, and of down."""
 
 gemm_parts: tuple[str, ...]
 gemm_model_version: int

@@ -316,7 +316,7 @@ def adapters_in_place(shape: ExpertsShape, rows: Sequence[int], shards: int) -> 
         return False
     if not all(job.first for job in cut_jobs(rows, shape.hidden, shape.intermediate)):
         return False
-    return _core.adapters_in_place(rows)
+    return _core.adapters_in_place(rows, shape.rank, shape.rank)
 
 
 def _in_place(shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> list[tuple[str, Work]]:

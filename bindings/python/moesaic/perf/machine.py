@@ -17,7 +17,7 @@ from typing import Any
 
 from moesaic import _core
 
-SCHEMA = 2
+SCHEMA = 3
 ByThreads = Mapping[int, float]
 """A figure for some numbers of threads, all threads together; between them it is interpolated."""
 
@@ -42,7 +42,9 @@ class PerThread:
     unpack_tile_ns: float
     pack_gbps: float
     overlap: float
-    """Exponent with which times of arithmetic and of each level of memory combine: 1 one after the other."""
+    unpack_overlap: float
+    """Exponent with which times of arithmetic and of each level of memory combine: 1 one after the other. Of the
+    unpack form: `unpack_overlap`."""
 
     def slower(self, factor: float) -> PerThread:
         """The same on a core that takes so many times as long."""
@@ -55,7 +57,7 @@ class PerThread:
         )
 
     def no_slower_than(self, other: PerThread) -> PerThread:
-        """Of each figure but `overlap` the better one."""
+        """Of each figure but how well things overlap the better one."""
 
         def least(
             some: tuple[tuple[float, ...], ...], others: tuple[tuple[float, ...], ...]
@@ -309,6 +311,7 @@ class Machine:
             "unpack_tile_ns": per_thread.unpack_tile_ns,
             "unpack_overlaps": kernels.unpack_overlaps,
             "overlap": per_thread.overlap,
+            "unpack_overlap": per_thread.unpack_overlap,
             "pack_gbps": per_thread.pack_gbps,
             "direct_gbps": at_threads(kernels.direct_gbps, threads),
             "unpack_gbps": at_threads(kernels.unpack_gbps, threads),
@@ -431,8 +434,9 @@ def _per_thread_of(document: Any, left: int, right: int, where: str) -> PerThrea
     for field in dataclasses.fields(PerThread):
         if field.name not in ("step_ns", "few_tile_ns"):
             values[field.name] = _read(document, field.name, str(field.type), where)
-    if values["overlap"] < 1:
-        raise ValueError(f"{where}: overlap is {values['overlap']}, expected 1 or more")
+    for name in ("overlap", "unpack_overlap"):
+        if values[name] < 1:
+            raise ValueError(f"{where}: {name} is {values[name]}, expected 1 or more")
     rows = _take(document, "step_ns", where)
     if (
         not isinstance(rows, list)

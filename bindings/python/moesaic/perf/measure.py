@@ -7,7 +7,9 @@ others that use it disturb a core (its sibling, the caches, the memory) for that
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import operator
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -79,8 +81,7 @@ class _Host:
         ]
 
     def turn(self, probe: _core.MachineProbe, threads: int, best: _Rates, rows: Mapping[str, Sequence[int]]) -> None:
-        """A turn of so many threads; with weights from memory for these rows of the tiers' direct form, and the first
-        of them of the unpack form."""
+        """A turn of so many threads; with weights from memory for these rows of the tiers."""
         blocks = (self.l1 // 2, self.l2 // 2, self._l3_block(threads))
         rates = [*(probe.read(block, _SECONDS) for block in blocks), probe.memory(3 * _SECONDS)]
         best.gbps = [max(pair) for pair in zip(best.gbps, rates, strict=True)]
@@ -89,7 +90,7 @@ class _Host:
         best.dispatch_us = [min(pair) for pair in zip(best.dispatch_us, probe.dispatch(), strict=True)]
         best.uneven.append(probe.uneven(self.isa) if threads > 1 else 1.0)
         for tier, counts in rows.items():
-            for form, count in (("unpack", counts[0]), *(("direct", count) for count in counts)):
+            for form, count in itertools.product(("unpack", "direct"), counts):
                 rate = probe.stream(tier, form == "direct", count, 4 * _SECONDS)
                 best.streams[tier, form, count] = max(best.streams.get((tier, form, count), 0.0), rate)
 
@@ -201,19 +202,25 @@ def _per_thread(row: _core.KernelRow) -> PerThread:
         unpack_tile_ns=row["unpack_tile_ns"],
         pack_gbps=row["pack_gbps"],
         overlap=_OVERLAPS[-1],
+        unpack_overlap=_OVERLAPS[-1],
     )
 
 
 def _with_supply(machine: Machine, tier: str, measured: Mapping[int, _Streams]) -> Machine:
     """The machine with what a tier's kernels do with weights from memory, by threads: how much of it products hide,
     and the rates at which they take them."""
+    apart = machine.kernels[
+        tier
+    ].unpack_overlaps  # vectors unpack before products, which then are as in the direct form
     for n, streams in measured.items():
-        direct = {rows: gbps for (name, form, rows), gbps in streams.items() if (name, form) == (tier, "direct")}
-        least = min(direct)
-        fitted = (_with_rate(_overlapping(machine, tier, n, p), tier, n, "direct", direct) for p in _OVERLAPS)
-        machine = min(fitted, key=lambda one: one[1])[0]
         for form in ("direct", "unpack"):
-            machine, _ = _with_rate(machine, tier, n, form, {least: streams[tier, form, least]})
+            of_form = {rows: gbps for (name, some, rows), gbps in streams.items() if (name, some) == (tier, form)}
+            if form == "direct" or apart:
+                names = ("overlap", "unpack_overlap") if form == "direct" else ("unpack_overlap",)
+                tried = (_overlapping(machine, tier, n, dict.fromkeys(names, p)) for p in _OVERLAPS)
+                machine = min((_with_rate(one, tier, n, form, of_form) for one in tried), key=operator.itemgetter(1))[0]
+            least = min(of_form)
+            machine, _ = _with_rate(machine, tier, n, form, {least: of_form[least]})
     return machine
 
 
@@ -245,9 +252,9 @@ def _stream_rows(kernels: PerThread, dram_gbps: float) -> tuple[int, ...]:
     return least, balanced, 2 * balanced
 
 
-def _overlapping(machine: Machine, tier: str, threads: int, overlap: float) -> Machine:
+def _overlapping(machine: Machine, tier: str, threads: int, figures: Mapping[str, float]) -> Machine:
     per_thread = machine.kernels[tier].per_thread
-    changed = dataclasses.replace(per_thread[threads], overlap=overlap)
+    changed = dataclasses.replace(per_thread[threads], **figures)
     return _replaced(machine, tier, per_thread={**per_thread, threads: changed})
 
 
@@ -262,7 +269,9 @@ def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, rows: int
     """What the model says of `MachineProbe.stream`."""
     k, n = _STREAM_K, _STREAM_N
     problem = ((rows,) * threads, k, n, 2, 4, 2.0, form, True, False)
-    configuration = (rows, n, rows, 32 if form == "direct" else n, k, "columns")
+    depth = 32 * _core.unpack_slice(machine.kernels[tier].unpack_overlaps, k // 32, -(-rows // 16), machine.l2_bytes)
+    sliced = form == "unpack" and depth > 0
+    configuration = (rows, n, rows, 32 if form == "direct" else n, depth if sliced else k, "columns")
     _, ms, parts, _, _ = _core.TileEvaluator(machine.figures(threads, tier)).estimate(problem, configuration)
     others = sum(time for name, time in zip(_core.gemm_parts, parts, strict=True) if name in ("scheduling", "dispatch"))
     return threads * 2.0 * k * n / (ms - others) * 1e-6
