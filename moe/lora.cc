@@ -127,12 +127,19 @@ bool LoraCall::wants_any() const {
   return std::any_of(pieces_.begin(), pieces_.end(), [](const Pieces& p) { return !p.gradients.empty(); });
 }
 
+TileMatrix LoraCall::MatrixOf(LoraMatrix m) const {
+  const Pieces& pieces = pieces_[m];
+  const bool twice = pieces.rows > 0 && IsTwice(RankOf(m)) && (m == kLoraA || m == kLoraBDownT);
+  if (twice) return TileMatrix::RepeatedPanel(nullptr, pieces.rows / kPanelRows, pieces.columns);
+  return TileMatrix::Weights(nullptr, pieces.rows, pieces.columns);
+}
+
 ExpertLora LoraCall::Bind(void* matrices, void* gradients) const {
   ExpertLora lora;
   Carver tiles(matrices), sums(gradients);
   for (int m = 0; m < kNumLoraMatrices; ++m) {
     const Pieces& pieces = pieces_[m];
-    TileMatrix matrix = TileMatrix::Weights(nullptr, pieces.rows, pieces.columns);
+    TileMatrix matrix = MatrixOf(static_cast<LoraMatrix>(m));
     matrix.data = tiles.Take<BFloat16>(matrix.size());
     lora.matrix[m] = matrix;
     if (!pieces.gradients.empty() && gradients != nullptr) {
@@ -145,8 +152,8 @@ ExpertLora LoraCall::Bind(void* matrices, void* gradients) const {
 
 std::int64_t LoraCall::expert_bytes() const {
   std::int64_t bytes = 0;
-  for (const Pieces& p : pieces_) {
-    bytes += TileMatrix::Weights(nullptr, p.rows, p.columns).size() * static_cast<std::int64_t>(sizeof(BFloat16));
+  for (int m = 0; m < kNumLoraMatrices; ++m) {
+    bytes += MatrixOf(static_cast<LoraMatrix>(m)).size() * static_cast<std::int64_t>(sizeof(BFloat16));
   }
   return bytes;
 }

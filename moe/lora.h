@@ -11,8 +11,8 @@
 //
 // (On several NUMA nodes: of I, the node's shard; the other two once for each node.)
 //
-// Where all ranks of a side fit half a tile, it holds them twice: rank k is k and 16 + k. So a rank-wide intermediate in two
-// parts (SplitTiles) takes one step of a contraction and not two.
+// Where all ranks of a side fit half a tile, it has them twice: rank k is k and 16 + k, along rows in the same memory. So a
+// rank-wide intermediate in two parts (SplitTiles) takes one step of a contraction and not two.
 //
 // Scales are not part of them: they are folded into the rank-wide intermediates while those are fp32.
 //
@@ -105,10 +105,7 @@ class LoraCall {
 
   /// Packs strips of one matrix for experts first_expert .. first_expert + targets.size() - 1, at most kLoraGroup; an expert
   /// whose entry has no memory is passed over.
-  /// @param contracted  the ranks are contracted over, so that the second copy of those that are held twice is wanted; where
-  ///                    they are not and lie along rows of tiles (kLoraA, kLoraBDownT), it is left as it was
-  void Pack(LoraMatrix m, bool contracted, const Strips& strips, std::int64_t first_expert,
-            std::span<const ExpertLora> targets) const;
+  void Pack(LoraMatrix m, const Strips& strips, std::int64_t first_expert, std::span<const ExpertLora> targets) const;
 
   /// Adds another shard's sums to this one's: strips of a matrix that is whole in every shard (kLoraA, kLoraBDownT).
   void AddGradients(LoraMatrix m, const Strips& strips, std::span<const ExpertLora> from, std::span<const ExpertLora> to) const;
@@ -117,6 +114,8 @@ class LoraCall {
   void WriteGradients(LoraMatrix m, const Strips& strips, std::int64_t first_expert, std::span<const ExpertLora> sources) const;
 
  private:
+  /// Without memory.
+  TileMatrix MatrixOf(LoraMatrix m) const;
   std::int64_t GradientSide(LoraMatrix m, bool ranks) const {
     return ranks ? RoundUp(RankOf(m), kPanelRows) : RoundUp(FeaturesOf(m), kTileColumns);
   }
@@ -174,8 +173,6 @@ class LoraCall {
   /// Any strides: through dense tiles of fp32, element by element.
   void PackScattered(const PackCall& call) const;
   static void LoadScattered(const Piece& piece, const Block& block, const PackCall& call, Tile* dense);
-  /// The first panel of what was packed once more as the second.
-  static void RepeatPanel(const PackCall& call);
 
   struct WriteCall {
     LoraMatrix m;

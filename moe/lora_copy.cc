@@ -87,11 +87,10 @@ LoraCall::Block LoraCall::Intersect(const Piece& piece, const Tiles& tiles) {
           std::min(piece.column + piece.columns, tiles.end_column * kTileColumns) - column};
 }
 
-void LoraCall::Pack(LoraMatrix m, bool contracted, const Strips& strips, std::int64_t first_expert,
-                    std::span<const ExpertLora> targets) const {
-  const bool twice = IsTwice(RankOf(m)), along_rows = m == kLoraA || m == kLoraBDownT;
-  PackCall call{m, twice && !along_rows, TilesOf(m, strips), first_expert, targets};
-  if (twice && along_rows) call.tiles.end_panel = 1;
+void LoraCall::Pack(LoraMatrix m, const Strips& strips, std::int64_t first_expert, std::span<const ExpertLora> targets) const {
+  const bool repeats = MatrixOf(m).repeats;
+  PackCall call{m, IsTwice(RankOf(m)) && !repeats, TilesOf(m, strips), first_expert, targets};
+  if (repeats) call.tiles.end_panel = 1;
   // A matrix of up or gate that no adapter feeds is all zeros.
   switch (pieces_[m].parameters.empty() ? Axis::kNone : PackingAxis(pieces_[m])) {
     case Axis::kColumns:
@@ -106,17 +105,6 @@ void LoraCall::Pack(LoraMatrix m, bool contracted, const Strips& strips, std::in
     case Axis::kNone:
       PackScattered(call);
       break;
-  }
-  if (twice && along_rows && contracted) RepeatPanel(call);
-}
-
-void LoraCall::RepeatPanel(const PackCall& call) {
-  for (const ExpertLora& target : call.targets) {
-    const TileMatrix& matrix = target.matrix[call.m];
-    if (matrix.data == nullptr) continue;
-    for (std::int64_t c = call.tiles.first_column; c < call.tiles.end_column; ++c) {
-      std::memcpy(matrix.Tile(1, c), matrix.Tile(0, c), kTileElements * sizeof(BFloat16));
-    }
   }
 }
 

@@ -292,8 +292,7 @@ void Pass::PackTask(void* pass, std::int64_t index, int) {
   const LoraPart part = self.LoraPartOf(index);
   const PhaseRange range(self.PhaseThatReads(part.matrix));
   // Of A and the transposed B of down, each is what one direction computes the rank-wide intermediate from.
-  const bool contracted = part.matrix != (self.direction_ == Phase::kForward ? kLoraA : kLoraBDownT);
-  self.lora_of_shard_[part.shard].Pack(part.matrix, contracted, part.strips, part.first_expert, part.experts);
+  self.lora_of_shard_[part.shard].Pack(part.matrix, part.strips, part.first_expert, part.experts);
 }
 
 void Pass::WriteTask(void* pass, std::int64_t index, int) {

@@ -65,9 +65,17 @@ struct TileMatrix {
   /// Weights only: not null where `compressed` holds them in another form, and data is null.
   const TileCodec* codec = nullptr;
   const void* compressed = nullptr;
+  /// Weights only: the first panel stands for all, and there is no other in memory.
+  bool repeats = false;
 
   static TileMatrix Weights(BFloat16* data, std::int64_t rows, std::int64_t columns) {
     return {data, CeilDiv(rows, kPanelRows), CeilDiv(columns, kTileColumns)};
+  }
+  /// Sixteen rows, so many times.
+  static TileMatrix RepeatedPanel(BFloat16* data, std::int64_t times, std::int64_t columns) {
+    TileMatrix tiles = Weights(data, times * kPanelRows, columns);
+    tiles.repeats = true;
+    return tiles;
   }
   /// With one panel more than needed where columns would otherwise lie a multiple of 4 KB apart and share cache sets.
   static TileMatrix Activations(BFloat16* data, std::int64_t rows, std::int64_t columns) {
@@ -82,10 +90,13 @@ struct TileMatrix {
     return tiles;
   }
 
-  MOESAIC_INLINE std::int64_t size() const { return (column_stride != 0 ? column_stride : panels) * columns * kTileElements; }
+  MOESAIC_INLINE std::int64_t size() const {
+    return (column_stride != 0 ? column_stride : repeats ? 1 : panels) * columns * kTileElements;
+  }
 
   MOESAIC_INLINE BFloat16* Tile(std::int64_t panel, std::int64_t column) const {
     if (column_stride != 0) return data + (column * column_stride + panel) * kTileElements;
+    if (repeats) return data + column * kTileElements;
     const std::int64_t p0 = panel / kSuperblock * kSuperblock, c0 = column / kSuperblock * kSuperblock;
     const std::int64_t p_count = p0 + kSuperblock <= panels ? kSuperblock : panels - p0;
     const std::int64_t c_count = c0 + kSuperblock <= columns ? kSuperblock : columns - c0;
@@ -102,6 +113,7 @@ struct TileMatrix {
   /// The same for the tiles of a column from `panel` on.
   MOESAIC_INLINE TileRun RunDownColumn(std::int64_t panel, std::int64_t column) const {
     if (column_stride != 0) return {Tile(panel, column), kTileElements, panels - panel};
+    if (repeats) return {Tile(panel, column), 0, panels - panel};
     const std::int64_t left = kSuperblock - panel % kSuperblock, c0 = column / kSuperblock * kSuperblock;
     const std::int64_t stride = c0 + kSuperblock <= columns ? kSuperblock : columns - c0;
     return {Tile(panel, column), stride * kTileElements, left < panels - panel ? left : panels - panel};
