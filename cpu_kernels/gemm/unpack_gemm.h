@@ -36,6 +36,8 @@ class ColumnOrder {
   /// Columns since those began whose sums wait in C together.
   std::int64_t offset() const { return column_ - first_; }
   std::int64_t depth() const { return depth_; }
+  /// Tiles of the longest slice.
+  std::int64_t most_tiles() const { return total_ < depth_ + Joined() ? total_ : depth_ + Joined(); }
   bool sliced() const { return depth_ < total_; }
 
   void Next() {
@@ -53,11 +55,18 @@ class ColumnOrder {
     NextSlice();
   }
 
-  /// At most depth_ tiles. It ends where a segment does or a multiple of depth_ into one, so that cells which add up a run in
-  /// parts see the same parts whatever the depth.
+  /// A rest of less than half a slice, an adapter's for example, joins the last one: it is not worth a visit of C.
+  std::int64_t Joined() const { return depth_ > 1 ? (depth_ - 1) / 2 : 0; }
+
+  /// At most depth_ tiles, but for the last one. It ends where a segment does or a multiple of depth_ into one, so that cells
+  /// which add up a run in parts see the same parts whatever the depth.
   void NextSlice() {
     const std::int64_t begin = slice_.end;
     slice_.begin = begin;
+    if (total_ - begin <= depth_ + Joined()) {
+      slice_.end = total_;
+      return;
+    }
     std::int64_t end = 0;
     for (const GemmSegment& segment : args_->segments) {
       end += CeilDiv(segment.weights.panels, 2);
@@ -366,7 +375,7 @@ void UnpackGemm(const UnpackGemmArgs& args) {
   if (now.done()) return;
   next.Next();
   BFloat16* right = args.scratch;
-  BFloat16* next_right = right + 2 * now.depth() * kTileElements;
+  BFloat16* next_right = right + 2 * now.most_tiles() * kTileElements;
   TilesAhead tiles_ahead(args, next);
   ColumnUnpacker(args, now, 1, right, tiles_ahead).Finish();
   for (; !now.done(); now = next, next.Next(), std::swap(right, next_right)) {

@@ -128,8 +128,10 @@ class TaskCounter {
     const bool ring = cost.once && !direct;  // through L1, the whole contraction at once
     const std::int64_t call_depth = whole || ring ? p_.k : std::min(c_.call_depth, p_.k);
     const std::int64_t row_calls = CeilDiv(task.rows, call_rows), column_calls = CeilDiv(task.columns, call_columns);
-    const std::int64_t depth_calls = CeilDiv(p_.k, call_depth);
     const bool slices = p_.form == GemmForm::kUnpack && !cost.few;
+    // A rest of less than half a slice joins the last one.
+    const std::int64_t joined = slices ? CeilDiv(call_depth, kTileColumns) / 2 * kTileColumns : 0;
+    const std::int64_t depth_calls = std::max<std::int64_t>(1, CeilDiv(p_.k - joined, call_depth));
     const double calls = static_cast<double>(row_calls * column_calls * (slices ? 1 : depth_calls));
     // Parts of the contraction are calls, or slices inside of one: those of the unpack form, and on a matrix unit those of the
     // direct form too, where it meets weights again (gemm/direct_gemm.h).
