@@ -58,9 +58,11 @@ bool AllFewWhole(const GemmProblem& problem, const MachineModel& machine) {
 }
 
 /// Whether another candidate does the same, or nothing speaks for it.
-/// @param slices  a matrix unit's right factors stay in L1 along a part of the contraction only
-bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem, bool whole_depth, bool slices) {
+/// @param matrix_unit  calls of up to two panels take no slices
+/// @param slices       a matrix unit's right factors stay in L1 along a part of the contraction only
+bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem, bool matrix_unit, bool whole_depth, bool slices) {
   const bool one_row_call = c.call_rows >= c.task_rows, one_column_call = c.call_columns >= c.task_columns;
+  if (matrix_unit && c.call_rows <= 2 * kPanelRows && !one_row_call && problem.form != GemmForm::kGradient) return true;
   if (c.call_depth < problem.k) {
     if (whole_depth) return true;
   } else if (c.order == LoopOrder::kDepth || slices) {
@@ -106,7 +108,7 @@ void ForEach(const GemmProblem& problem, const MachineModel& machine, CandidateS
               c.call_columns = call_columns[cc];
               c.call_depth = axes.call_depth[cd];
               c.order = order;
-              if (!prune || !IsPruned(c, problem, whole_depth, slices)) visit(c, again_depth);
+              if (!prune || !IsPruned(c, problem, machine.kernel.unpack_overlaps, whole_depth, slices)) visit(c, again_depth);
             }
           }
         }

@@ -73,21 +73,29 @@ constexpr double kLostAtATime = 10;
 /// in calls whose rows fit one cell: they bring memory at its full rate, or fetch a superblock ahead (gemm/direct_gemm.h).
 constexpr double kWithoutPrefetch = 1.1;
 
+/// What a tile takes from L2 in calls of a matrix unit that take no slices, where both factors come from there and do not pass
+/// L1, of what it takes in slices. (AMX, 5 x 104 x 1,792 x 1,280: 1,860 us in calls of 32 rows, 1,240 in calls of all.)
+constexpr double kWithoutSlices = 2.4;
+
 /// Columns whose sums wait in C between two slices of the unpack form.
 constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns;
 /// Tiles of a slice of the direct form's contraction on a matrix unit, and the most that the unpack form takes panel by panel
 /// (AmxCell::kSliceTiles).
 constexpr std::int64_t kSliceTiles = 2 * kSuperblock;
 
-/// Stores to lines of a result that are under way at a time. (AVX-512, 2 MB of bf16: 44 ns a line at a latency of 124.)
-constexpr double kStores = 3;
+/// Stores to lines of a result that are under way at a time: where a call's rows are a line or some, and where lines follow
+/// each other, which the hardware fetches ahead. (2 MB of bf16, a latency of 124: 44 ns a line, AVX-512, and 5 to 7, AMX in
+/// calls of all rows.)
+constexpr double kStores = 3, kStoresInTurn = 20;
+/// Bytes of such rows.
+constexpr std::int64_t kLinesInTurn = 256;
 
 /// What one task costs, on one thread: nanoseconds and bytes.
 struct TaskCost {
   double cells_ns = 0;
   double calls_ns = 0;
   double unpack_ns = 0;
-  double round_ns = 0;         ///< sums that are rounded: what their stores are waited for
+  double store_ns = 0;         ///< what stores of results are waited for
   bool few = false;            ///< by the forms for few rows
   double unfetched = 0;        ///< share of the weights that nothing prefetches
   bool once = false;           ///< on a matrix unit each weight is met once, and nothing is prefetched
@@ -99,7 +107,8 @@ struct TaskCost {
 /// Sizes of one task, and where its operands are read from the first time.
 struct TaskShape {
   std::int64_t rows, columns;
-  std::int64_t few_rows;  ///< all rows of its group where the tier has a form for so few, else 0
+  std::int64_t group_rows;  ///< all rows of its group
+  std::int64_t few_rows;    ///< all rows of its group where the tier has a form for so few, else 0
   MemoryLevel weights_from, activations_from, result_to;
 };
 
@@ -285,11 +294,16 @@ class TaskCounter {
     const double fp32 = Product(task.rows, task.columns, 4);
     // Streaming stores write once; others read the line first.
     const double factor = p_.form == GemmForm::kUnpack && p_.output_bytes == 2 ? 1.0 : 2.0;
+    const bool unit = m_.kernel.unpack_overlaps && p_.form != GemmForm::kGradient;
+    const double latency_ns = m_.latency_ns[static_cast<std::size_t>(task.result_to)];
     if (p_.form != GemmForm::kUnpack && p_.output_bytes == 2) {  // rounded from a block of fp32
       AddAgain(cost, Product(call_rows, call_columns, 4), 2 * fp32);
       // No products are computed meanwhile.
-      cost.round_ns =
-          Product(task.rows, task.columns, 2) / 64 * m_.latency_ns[static_cast<std::size_t>(task.result_to)] / kStores;
+      const bool in_turn = call_rows >= task.group_rows || 2 * call_rows >= kLinesInTurn;
+      cost.store_ns = Product(task.rows, task.columns, 2) / 64 * latency_ns / (in_turn ? kStoresInTurn : kStores);
+    } else if (unit && p_.output_bytes == 4) {
+      // A tile's lines are waited for before the next products.
+      cost.store_ns = fp32 / 64 * latency_ns / kStoresInTurn;
     } else {
       Add(cost, task.result_to, factor * Product(task.rows, task.columns, static_cast<double>(p_.output_bytes)));
     }
@@ -333,26 +347,30 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   const double products = (cost.cells_ns + cost.calls_ns) * kNsToMs;
   // A matrix unit has few registers to load tiles ahead into: it waits for those from L2. Vectors wait for bytes at most.
   const bool unit = kernel.unpack_overlaps;
+  const double tile_ns = (cost.once ? kWithoutSlices : 1.0) * kernel.l2_tile_ns;
   const double tiles =
-      unit ? cost.bytes[static_cast<std::size_t>(MemoryLevel::kL2)] / (2 * kTileElements) * kernel.l2_tile_ns * kNsToMs : 0.0;
+      unit ? cost.bytes[static_cast<std::size_t>(MemoryLevel::kL2)] / (2 * kTileElements) * tile_ns * kNsToMs : 0.0;
   const double cells = products + tiles;
   const double unpack = cost.unpack_ns * kNsToMs;
   const bool waits = problem.form == GemmForm::kDirect && !cost.few && !cost.once;
   const double slower = waits ? 1 + (kWithoutPrefetch - 1) * cost.unfetched : 1.0;
   const double memory = slower * supply(MemoryLevel::kMemory, memory_gbps) + cost.lost_ns * kNsToMs;
-  const double rounding = cost.round_ns * kNsToMs;
-  // Beside the products, all that overlaps with them: L2, L3, and what the vectors unpack where they are idle. Memory, too,
-  // but where the vectors are busy it is prefetched while they unpack.
+  const double storing = cost.store_ns * kNsToMs;
+  // Beside the products, all that overlaps with them: L2 and L3. What vectors unpack comes on top, also where a matrix unit
+  // leaves them idle: it and its prefetches take the fill buffers that tiles are loaded through. (AMX, 48 to 256 rows, weights
+  // in L2, ns a stored tile: 59, 71, 98, 116, 208, which are 24 and 11.5 for each panel.) Memory comes beside all of it there,
+  // and beside the unpacking where vectors compute, too.
   const bool unpack_first = problem.form == GemmForm::kUnpack && !unit && !cost.few;
   const bool unpacks = problem.form == GemmForm::kUnpack;
   const double overlap = cost.few  ? (unpacks ? kFewUnpackOverlap : kFewDirectOverlap)
                          : unpacks ? kernel.unpack_overlap
                                    : kernel.overlap;
   const Overlap beside(overlap);
-  const std::array<double, 4> powers = {
-      beside.Power(cells), unit ? 0.0 : beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])),
-      beside.Power(supply(MemoryLevel::kL3, machine.gbps[2])), unit ? beside.Power(unpack) : 0.0};
-  const double sum = powers[0] + powers[1] + powers[2] + powers[3];
+  const double busy = cells + (unit ? unpack : 0.0);
+  const std::array<double, 3> powers = {beside.Power(busy),
+                                        unit ? 0.0 : beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])),
+                                        beside.Power(supply(MemoryLevel::kL3, machine.gbps[2]))};
+  const double sum = powers[0] + powers[1] + powers[2];
   const double computing = beside.Root(sum);
   double memory_share = 0, unpack_share = 0, computing_share = computing;
   if (unpack_first) {
@@ -366,7 +384,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
     computing_share = whole.first;
   }
   TaskTime time;
-  time.ms = computing_share + memory_share + unpack_share + rounding;
+  time.ms = computing_share + memory_share + unpack_share + storing;
   if (sum <= 0) return time;
   const auto share = [&](std::size_t i) { return computing_share * powers[i] / sum; };
   // What the cells take: the ceiling's time for the flops that count, what edges add, and the rest, which is L1.
@@ -377,14 +395,15 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
       static_cast<double>(kernel.left_panels * (problem.form == GemmForm::kUnpack ? 2 : kernel.right_panels));
   const double without_edges = std::min(products, std::max(least, flops / (2.0 * 16 * 16 * 32) * whole * kNsToMs));
   const double arithmetic = std::min(least, products);
-  const double scale = cells > 0 ? share(0) / cells : 0.0;
+  const double scale = busy > 0 ? share(0) / busy : 0.0;
+  if (unit) unpack_share = scale * unpack;
   PartOf(time.parts, GemmPart::kArithmetic) = scale * arithmetic;
   PartOf(time.parts, GemmPart::kL1) = scale * (without_edges - arithmetic);
   PartOf(time.parts, GemmPart::kEdge) = scale * (products - without_edges);
   PartOf(time.parts, GemmPart::kL2) = share(1) + scale * tiles;
   PartOf(time.parts, GemmPart::kL3) = share(2);
   PartOf(time.parts, GemmPart::kMemory) = memory_share;
-  PartOf(time.parts, GemmPart::kPacking) = share(3) + unpack_share + rounding;
+  PartOf(time.parts, GemmPart::kPacking) = unpack_share + storing;
   return time;
 }
 
@@ -427,7 +446,7 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     const auto add = [&](std::int64_t task_rows, std::int64_t task_columns, double count, bool weights_again) {
       if (task_rows == 0 || task_columns == 0 || count == 0) return;
       const std::int64_t few = group.rows <= most_few ? group.rows : 0;
-      TaskShape shape{task_rows, task_columns, few, MemoryLevel::kMemory, MemoryLevel::kL3, MemoryLevel::kL3};
+      TaskShape shape{task_rows, task_columns, group.rows, few, MemoryLevel::kMemory, MemoryLevel::kL3, MemoryLevel::kL3};
       if (problem.cached || (weights_again && group_weights <= l3)) shape.weights_from = MemoryLevel::kL3;
       if (packed_bytes > l3) shape.activations_from = MemoryLevel::kMemory;
       if (result_bytes > l3 || (problem.output_bytes == 2 && problem.form == GemmForm::kUnpack))

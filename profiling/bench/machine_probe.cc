@@ -38,17 +38,19 @@ constexpr std::int64_t kCellSteps = 6;
 constexpr std::int64_t kLong = kCellSteps, kShort = 2;
 /// Cells of a call that tell what each one costs; tile columns, of the unpack form; tiles of the forms for few rows.
 constexpr std::int64_t kCells = 17, kColumns = 4, kFewTiles = 32;
-/// Steps of a cell whose operands, 256 KB of two panels each, come from L2.
-constexpr std::int64_t kStepsFromL2 = 64;
+/// Steps of half a slice of a matrix unit, and pieces of weights that meet the same activations.
+constexpr std::int64_t kShortSlice = 8, kPieces = 4;
+thread_local std::minstd_rand g_places;
 
 /// Zeros at some place of a page, another one each time: loads wait for stores whose addresses end in the same twelve bits, so
 /// that a cell takes up to three times as long in places that are unlucky together.
 void* Zeros(AlignedBuffer& buffer, std::int64_t bytes) {
   constexpr std::int64_t kPage = 4096, kLine = 64;
-  thread_local std::minstd_rand random;
-  buffer = AlignedBuffer(bytes + kPage);
+  buffer = AlignedBuffer(bytes + 2 * kPage);
   std::memset(buffer.data(), 0, static_cast<std::size_t>(buffer.bytes()));
-  return static_cast<std::byte*>(buffer.data()) + random() % (kPage / kLine) * kLine;
+  const auto address = reinterpret_cast<std::uintptr_t>(buffer.data());
+  const auto to_page = static_cast<std::int64_t>(-address % kPage);
+  return static_cast<std::byte*>(buffer.data()) + to_page + static_cast<std::int64_t>(g_places() % (kPage / kLine)) * kLine;
 }
 
 /// bf16 values between -2 and 2 with all bits in use: a tile unit computes slower with them than with zeros.
@@ -258,12 +260,20 @@ void KernelProbe::MakeCalls(Bodies& bodies) {
       with_short_[a][b] = direct(a + 1, b + 1, kShort);
     }
   }
-  some_cells_ = direct(kCells * tier.left_panels, tier.right_panels, kShort);
-  auto again = std::make_shared<Call>(tier, tier.right_panels * kPanelRows, kCells * tier.left_panels * kPanelRows,
-                                      kShort * kTileColumns, true);
+  // A matrix unit works on several cells at a time where they are as long as a slice, whose activations and sums then come from
+  // L2, beside prefetches of the next weights.
+  const bool unit = tier.unpack_overlaps;
+  const auto cells = [&](std::int64_t steps) {
+    return unit ? std::make_shared<Call>(tier, kCells * kPanelRows, 2 * kPieces * kPanelRows, steps * kTileColumns, true)
+                : std::make_shared<Call>(tier, tier.right_panels * kPanelRows, kCells * tier.left_panels * kPanelRows,
+                                         steps * kTileColumns, true);
+  };
+  const std::int64_t steps = unit ? kShortSlice : kShort;
+  some_cells_ = add([call = cells(steps)] { call->Run(); });
+  longer_cells_ = add([call = cells(2 * steps)] { call->Run(); });
+  const auto again = cells(steps);
   again->set_accumulate();
   again_ = add([again] { again->Run(); });
-  from_l2_ = direct(tier.left_panels, tier.right_panels, kStepsFromL2);
   one_column_ = unpack(1);
   more_columns_ = unpack(1 + kColumns);
   // 64 rows of 2,048 numbers become pairs.
@@ -341,18 +351,25 @@ KernelFigures KernelProbe::Figures() const {
   }
   const std::int64_t a = tier_.left_panels - 1, b = tier_.right_panels - 1;
   const double step = figures.step_ns[static_cast<std::size_t>(a)][static_cast<std::size_t>(b)];
-  const auto cell = [&](std::size_t cells, double least) {
-    return std::max(least, (ns[cells] - ns[with_short_[a][b]]) / (kCells - 1) - kShort * step);
-  };
-  figures.cell_ns = cell(some_cells_, 0.0);
-  figures.again_ns = cell(again_, figures.cell_ns);
+  if (tier_.unpack_overlaps) {
+    constexpr double kOfAll = kPieces * kCells;
+    const double from_l2 = (ns[longer_cells_] - ns[some_cells_]) / (kOfAll * kShortSlice);
+    figures.l2_tile_ns = std::max(0.0, from_l2 - figures.step_ns[1][0]);
+    const auto widest = static_cast<double>(tier_.left_panels * tier_.right_panels) / 2;  // of cells of two tiles
+    figures.cell_ns = std::max(0.0, widest * (2 * ns[some_cells_] - ns[longer_cells_]) / kOfAll);
+    figures.again_ns = figures.cell_ns + std::max(0.0, widest * (ns[again_] - ns[some_cells_]) / kOfAll);
+  } else {
+    const auto cell = [&](std::size_t cells, double least) {
+      return std::max(least, (ns[cells] - ns[with_short_[a][b]]) / (kCells - 1) - kShort * step);
+    };
+    figures.cell_ns = cell(some_cells_, 0.0);
+    figures.again_ns = cell(again_, figures.cell_ns);
+  }
   figures.call_ns = std::max(0.0, fixed - figures.cell_ns);
-  const auto tiles = static_cast<double>(tier_.left_panels + tier_.right_panels);
-  figures.l2_tile_ns = std::max(0.0, (ns[from_l2_] - ns[with_short_[a][b]]) / (kStepsFromL2 - kShort) - step) / tiles;
   // A tile column more: its tiles, and a cell.
   const double column = (ns[more_columns_] - ns[one_column_]) / kColumns;
   const double products = kLong * figures.step_ns[0][1] + figures.cell_ns;
-  figures.unpack_tile_ns = std::max(0.1, tier_.unpack_overlaps ? column : column - products) / (2 * kLong);
+  figures.unpack_tile_ns = std::max(0.1, column - products) / (2 * kLong);
   for (std::size_t form = 0; form < 2; ++form) {
     for (std::int64_t r = 0; r < tier_.most_few_rows; ++r) {
       const auto at = static_cast<std::size_t>(r);
@@ -370,7 +387,9 @@ double MeasureUneven(const KernelTier& tier, threadpool::Pool& pool) {
   constexpr double kNs = 1e5;
   const auto workers = static_cast<std::size_t>(pool.num_threads());
   std::vector<std::unique_ptr<Call>> calls(workers);
+  const std::minstd_rand places = g_places;
   for (auto& call : calls) {
+    g_places = places;  // the same for all: their tasks are to be equal
     call = std::make_unique<Call>(tier, tier.right_panels * kPanelRows, tier.left_panels * kPanelRows,
                                   kCellSteps * kTileColumns, true);
   }

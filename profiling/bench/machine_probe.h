@@ -69,7 +69,7 @@ class KernelProbe {
   const KernelTier& tier_;
   threadpool::Pool* const pool_;
   std::vector<double> least_ns_;
-  std::size_t with_long_[2][3] = {}, with_short_[2][3] = {}, some_cells_ = 0, again_ = 0, from_l2_ = 0, one_column_ = 0,
+  std::size_t with_long_[2][3] = {}, with_short_[2][3] = {}, some_cells_ = 0, longer_cells_ = 0, again_ = 0, one_column_ = 0,
               more_columns_ = 0, packing_ = 0;
   std::size_t few_[2][kMostFewRows] = {};
   double packed_bytes_ = 0;

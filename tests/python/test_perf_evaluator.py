@@ -215,7 +215,7 @@ def test_the_better_of_two_figures():
 
 def test_the_rate_of_weights_makes_the_model_say_what_was_measured():
     machine = Machine.named("emr-16c")  # few rows are decided by the memory there
-    rows = measure._stream_rows(machine.kernels[machine.isa].per_thread[1], machine.dram_gbps[1])
+    rows = measure._stream_rows(machine.kernels[machine.isa].per_thread[1], machine.dram_gbps[1], True)
     told = {count: measure._stream_gbps(machine, machine.isa, 1, "direct", count) for count in rows}
     slower = {count: 0.7 * told[count] for count in rows[:1]}
     fitted, _ = measure._with_rate(machine, machine.isa, 1, "direct", slower)
@@ -481,7 +481,7 @@ def test_what_overlaps_less_takes_longer(machine):
     shapes = [GemmShape(m=m, k=2048, n=1024, output=out) for m in (1, 40, 700) for out in ("fp32", "bf16")]
 
     def times(overlap, **changes):
-        alone = dataclasses.replace(kernels.per_thread[1], overlap=overlap)
+        alone = dataclasses.replace(kernels.per_thread[1], overlap=overlap, unpack_overlap=overlap)
         kernel = dataclasses.replace(kernels, per_thread={1: alone})
         evaluator = GemmEvaluator(dataclasses.replace(machine, kernels={machine.isa: kernel}), cache=False)
         return [e.milliseconds for e in evaluator.evaluate_many([dataclasses.replace(s, **changes) for s in shapes])]

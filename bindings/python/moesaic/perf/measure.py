@@ -118,6 +118,7 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
     tell = progress or (lambda text: None)
     host = _Host()
     found: dict[int, _Rates] = {}
+    rows: dict[str, tuple[int, ...]] = {}
     for n in _counts(host.threads):
         tell(f"{n} thread{'s' if n > 1 else ''}")
         probe = _core.MachineProbe(n, host.far)
@@ -126,7 +127,9 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
             for _ in range(_ROUNDS):
                 host.one_thread()
                 host.turn(probe, n, best, {})
-            rows = {tier: _stream_rows(_per_thread(host.kernels[tier].figures()), best.gbps[3]) for tier in host.tiers}
+            for tier in host.tiers:
+                row = host.kernels[tier].figures()
+                rows[tier] = _stream_rows(_per_thread(row), best.gbps[3], row["unpack_overlaps"])
         together = {tier: probe.kernels(tier) for tier in host.tiers} if 1 < n == host.threads else {}
         for _ in range(_ROUNDS):
             if n == 1:
@@ -243,13 +246,15 @@ def _with_rate(
     return min((fitted(1.02**-step) for step in range(100)), key=lambda some: some[1])
 
 
-def _stream_rows(kernels: PerThread, dram_gbps: float) -> tuple[int, ...]:
+def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool) -> tuple[int, ...]:
     """Rows with which the kernels are tried on weights from memory: the fewest whole panels that cells compute and no
-    form for few rows; so many that products take about as long as the memory; twice as many."""
+    form for few rows; so many that products take about as long as the memory; twice as many. A matrix unit's wait for
+    activations from L2, and for what is unpacked: half as many, too."""
     least = 16 * (len(kernels.few_tile_ns[0]) // 16 + 1)
-    product_ns = kernels.step_ns[-1][0] / len(kernels.step_ns)
+    product_ns = (kernels.step_ns[-1][0] + (kernels.l2_tile_ns if matrix_unit else 0.0)) / len(kernels.step_ns)
     balanced = min(max(16 * round(1024 / dram_gbps / product_ns), least + 16), 192)
-    return least, balanced, 2 * balanced
+    half = 16 * round(balanced / 32)
+    return (least, *([half] if matrix_unit and half > 2 * least else []), balanced, 2 * balanced)
 
 
 def _overlapping(machine: Machine, tier: str, threads: int, figures: Mapping[str, float]) -> Machine:
