@@ -178,6 +178,13 @@ class TaskCounter {
       if (cost.few) cost.tile_latency_ns = Product(task.columns, p_.k, m_.latency_ns[3]) / kTileElements;
     }
 
+    if (p_.form == GemmForm::kUnpack && unit && task.weights_from == MemoryLevel::kMemory) {
+      // Nothing is unpacked or computed beside the first part of a call: a slice of a column, or what a ring is ahead.
+      const double tiles = static_cast<double>(CeilDiv(std::min(call_depth, kSliceTiles / 2 * kTileColumns), kTileColumns));
+      cost.lost_ns =
+          static_cast<double>(row_calls * column_calls) * tiles * (kTileElements / 16) * m_.latency_ns[3] / kLostAtATime;
+    }
+
     // Loops over calls: how often each operand is read anew, and what is read in between.
     const double weights = Product(task.columns, p_.k, p_.weight_bytes), activations = Product(task.rows, p_.k, 2);
     const std::int64_t span = c_.order == LoopOrder::kDepth && !slices ? call_depth : p_.k;
