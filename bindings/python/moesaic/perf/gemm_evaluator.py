@@ -321,12 +321,12 @@ def _fitted(configuration: Configuration, shape: GemmShape) -> Configuration:
 
     columns, rows = up(shape.n, 128), up(max(shape.m, 1), 16)
     task_rows, task_columns = min(configuration.task_rows, rows), min(up(configuration.task_columns, 128), columns)
-    depth = configuration.call_depth
+    depth, rounds = configuration.call_depth, shape.output == "bf16" and configuration.form != "unpack"
     return dataclasses.replace(
         configuration,
         task_rows=task_rows,
         task_columns=task_columns,
         call_rows=min(configuration.call_rows, task_rows),
         call_columns=min(up(configuration.call_columns, 32), task_columns),
-        call_depth=shape.k if depth % 256 != 0 or depth >= shape.k or shape.output == "bf16" else depth,
+        call_depth=shape.k if depth % 256 != 0 or depth >= shape.k or rounds else depth,
     )
