@@ -80,8 +80,8 @@ constexpr double kWithoutSlices = 2.4;
 /// Columns whose sums wait in C between two slices of the unpack form.
 constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns;
 /// Tiles of a slice of the direct form's contraction on a matrix unit, and the most that the unpack form takes panel by panel
-/// (AmxCell::kSliceTiles).
-constexpr std::int64_t kSliceTiles = 2 * kSuperblock;
+/// (AmxCell::kSliceTiles); of a slice of the unpack form (UnpackSlice).
+constexpr std::int64_t kSliceTiles = 2 * kSuperblock, kRightTiles = kSuperblock;
 
 /// Stores to lines of a result that are under way at a time: where a call's rows are a line or some, and where lines follow
 /// each other, which the hardware fetches ahead. (2 MB of bf16, a latency of 124: 44 ns a line, AVX-512, and 5 to 7, AMX in
@@ -180,9 +180,9 @@ class TaskCounter {
 
     if (p_.form == GemmForm::kUnpack && unit && task.weights_from == MemoryLevel::kMemory) {
       // Nothing is unpacked or computed beside the first part of a call: a slice of a column, or what a ring is ahead.
-      const double tiles = static_cast<double>(CeilDiv(std::min(call_depth, kSliceTiles / 2 * kTileColumns), kTileColumns));
-      cost.lost_ns =
-          static_cast<double>(row_calls * column_calls) * tiles * (kTileElements / 16) * m_.latency_ns[3] / kLostAtATime;
+      const std::int64_t rows = std::min(call_depth, kRightTiles * kTileColumns);
+      const double lines = Product(rows, kTileColumns, p_.weight_bytes) / 64;
+      cost.lost_ns = static_cast<double>(row_calls * column_calls) * lines * m_.latency_ns[3] / kLostAtATime;
     }
 
     // Loops over calls: how often each operand is read anew, and what is read in between.

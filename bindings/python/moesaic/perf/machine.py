@@ -91,8 +91,8 @@ class Kernels:
 
     @property
     def undisturbed_ns(self) -> float:
-        """What `_core.measure_cell` takes at most where nobody else uses the core. (A matrix unit: 1.06 to 1.12 times what
-        its description says, on two cores that nobody else used.)"""
+        """What `_core.measure_cell` takes at most where nobody else uses the core. (A matrix unit's: 1.06 to 1.12 times
+        what the description says, on two cores that nobody else used.)"""
         alone = self.per_thread[1]
         most = 1.14 if self.unpack_overlaps else 1.06
         return most * (alone.call_ns + alone.cell_ns + 6 * alone.step_ns[-1][-1])

@@ -220,7 +220,7 @@ def _with_supply(machine: Machine, tier: str, measured: Mapping[int, _Streams]) 
             of_form = {rows: gbps for (name, some, rows), gbps in streams.items() if (name, some) == (tier, form)}
             if form == "direct" or apart:
                 names = ("overlap", "unpack_overlap") if form == "direct" else ("unpack_overlap",)
-                tried = (_overlapping(machine, tier, n, dict.fromkeys(names, p)) for p in _OVERLAPS)
+                tried = (_overlapping(machine, tier, n, names, p) for p in _OVERLAPS)
                 machine = min((_with_rate(one, tier, n, form, of_form) for one in tried), key=operator.itemgetter(1))[0]
             least = min(of_form)
             machine, _ = _with_rate(machine, tier, n, form, {least: of_form[least]})
@@ -257,8 +257,9 @@ def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool) -> tup
     return (least, *([half] if matrix_unit and half > 2 * least else []), balanced, 2 * balanced)
 
 
-def _overlapping(machine: Machine, tier: str, threads: int, figures: Mapping[str, float]) -> Machine:
+def _overlapping(machine: Machine, tier: str, threads: int, names: Sequence[str], overlap: float) -> Machine:
     per_thread = machine.kernels[tier].per_thread
+    figures: dict[str, Any] = dict.fromkeys(names, overlap)
     changed = dataclasses.replace(per_thread[threads], **figures)
     return _replaced(machine, tier, per_thread={**per_thread, threads: changed})
 
