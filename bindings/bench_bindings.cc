@@ -173,6 +173,10 @@ class MachineProbe {
     return stream_.Measure(RunnableTier(isa), direct, rows, seconds);
   }
   double Uneven(const std::string& isa) { return bench::MeasureUneven(RunnableTier(isa), pool_); }
+  std::pair<double, double> HandOver(const std::string& isa) {
+    const bench::HandOver found = bench::MeasureHandOver(RunnableTier(isa), pool_);
+    return {found.claim_ns, found.fetch_ns};
+  }
   std::unique_ptr<bench::KernelProbe> Kernels(const std::string& isa) {
     return std::make_unique<bench::KernelProbe>(RunnableTier(isa), &pool_);
   }
@@ -219,6 +223,7 @@ void RegisterMachineProbe(py::module_& module) {
            WithoutLock())
       .def("dispatch", &MachineProbe::Dispatch, WithoutLock())
       .def("uneven", &MachineProbe::Uneven, py::arg("isa"), WithoutLock())
+      .def("hand_over", &MachineProbe::HandOver, py::arg("isa"), WithoutLock())
       .def("kernels", &MachineProbe::Kernels, py::arg("isa"), py::keep_alive<0, 1>(),
            "A KernelProbe on all threads at the same time.");
   py::class_<bench::LatencyProbe>(module, "LatencyProbe", "Loads that depend on each other; profiling/bench/machine_probe.h.")

@@ -45,6 +45,8 @@ MachineModel MachineOf(const py::dict& figures) {
   machine.job_us = Field<double>(figures, "job_us");
   machine.task_us = Field<double>(figures, "task_us");
   machine.uneven = Field<double>(figures, "uneven");
+  machine.claim_ns = Field<double>(figures, "claim_ns");
+  machine.fetch_ns = Field<double>(figures, "fetch_ns");
   KernelFigures& kernel = machine.kernel;
   kernel.left_panels = Field<std::int64_t>(figures, "left_panels");
   kernel.right_panels = Field<std::int64_t>(figures, "right_panels");

@@ -9,6 +9,8 @@
 namespace moesaic {
 namespace {
 
+constexpr double kNsToMs = 1e-6;
+
 /// Times that overlap combine as (sum of t^p)^(1/p): p = 1 not at all, infinity perfectly. For arithmetic and the levels of
 /// memory it is a figure of the kernels (KernelFigures::overlap).
 class Overlap {
@@ -340,7 +342,6 @@ struct TaskTime {
 double& PartOf(std::array<double, kGemmParts>& parts, GemmPart part) { return parts[static_cast<std::size_t>(part)]; }
 
 TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, const MachineModel& machine) {
-  constexpr double kNsToMs = 1e-6;
   const double threads = machine.threads;
   const KernelFigures& kernel = machine.kernel;
   // A rate of x GB/s is x bytes a nanosecond.
@@ -437,8 +438,12 @@ std::string_view GemmPartName(GemmPart part) {
 GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& configuration, const MachineModel& machine) {
   const TaskCounter counter(problem, configuration, machine);
   const double threads = machine.threads;
-  double all_rows = 0;
-  for (const GroupRows& group : problem.groups) all_rows += static_cast<double>(group.rows) * static_cast<double>(group.groups);
+  double all_rows = 0, all_tiles = 0;
+  for (const GroupRows& group : problem.groups) {
+    const auto groups = static_cast<double>(group.groups);
+    all_rows += static_cast<double>(group.rows) * groups;
+    all_tiles += Product(CeilDiv(group.rows, kPanelRows), CeilDiv(problem.k, kTileColumns), groups);
+  }
   const double l3 = kUsable * static_cast<double>(machine.l3_bytes);
   const double packed_bytes = all_rows * static_cast<double>(problem.k) * 2;
   const double result_bytes = all_rows * static_cast<double>(problem.n) * static_cast<double>(problem.output_bytes);
@@ -489,11 +494,16 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   PartOf(estimate.parts, GemmPart::kScheduling) = span - even;
   double packing = 0;
   if (!problem.packed) {
-    const double bytes = all_rows * static_cast<double>(problem.k) *
-                         static_cast<double>(problem.input_bytes + 4);  // what is written is read before
-    const double busy = (packed_bytes / machine.kernel.pack_gbps + bytes * threads / machine.gbps[2]) * 1e-6;
+    // One thread reads what it writes before; of several each takes the lines from those that have read them.
+    const std::int64_t read = problem.input_bytes + (machine.threads == 1 ? 4 : 0);
+    const double bytes = all_rows * static_cast<double>(problem.k) * static_cast<double>(read);
+    const double busy =
+        packed_bytes / machine.kernel.pack_gbps + bytes * threads / machine.gbps[2] + all_tiles * machine.claim_ns;
     const auto pieces = static_cast<double>(CutPacking(problem, machine.threads).pieces);
-    packing = busy / pieces * (std::ceil(pieces / threads) + machine.uneven - 1);
+    packing = busy / pieces * (std::ceil(pieces / threads) + machine.uneven - 1) * kNsToMs;
+    // Each thread's first read of a tile. The tasks of a group's columns read the same ones.
+    const auto column_tasks = static_cast<double>(CeilDiv(problem.n, configuration.task_columns));
+    packing += all_tiles * std::min(column_tasks / threads, 1.0) * machine.fetch_ns * kNsToMs;
   }
   PartOf(estimate.parts, GemmPart::kPacking) += packing;
   const double jobs = problem.packed ? 1.0 : 2.0;

@@ -97,6 +97,8 @@ class Call {
   std::int64_t weight_bytes() const { return segment_.weights.size() * static_cast<std::int64_t>(sizeof(BFloat16)); }
   void set_weights(BFloat16* weights) { segment_.weights.data = weights; }
 
+  void set_activations(BFloat16* activations) { segment_.activations.data = activations; }
+
   /// Only so many of the rows, by the form for few (kernels.h).
   void set_few_rows(std::int64_t rows) { few_rows_ = rows; }
 
@@ -407,6 +409,60 @@ double MeasureUneven(const KernelTier& tier, threadpool::Pool& pool) {
   }
   std::nth_element(ratios.begin(), ratios.begin() + kTimes / 2, ratios.end());
   return ratios[kTimes / 2];
+}
+
+HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool) {
+  constexpr int kTimes = 8;
+  constexpr std::int64_t kTiles = 512;
+  const std::int64_t threads = pool.num_threads();
+  const std::int64_t part = std::max<std::int64_t>(4, 64 / threads), columns = part * threads;
+  const std::int64_t rows = std::clamp<std::int64_t>(kTiles / columns, 1, 16) * kPanelRows, numbers = columns * kTileColumns;
+  AlignedBuffer source(rows * numbers * 2), target;
+  FillOperands({static_cast<std::byte*>(source.data()), static_cast<std::size_t>(source.bytes())});
+  std::vector<const void*> row_pointers;
+  for (std::int64_t r = 0; r < rows; ++r) row_pointers.push_back(static_cast<const BFloat16*>(source.data()) + r * numbers);
+  PackRowsArgs pack;
+  pack.rows = row_pointers.data();
+  pack.dtype = DType::kBFloat16;
+  pack.count = rows;
+  pack.columns = numbers;
+  pack.pairs = TileMatrix::Activations(nullptr, rows, numbers);
+  pack.pairs.data = Tiles(target, pack.pairs);
+  pack.panels = rows / kPanelRows;
+  pack.tile_columns = part;
+  std::vector<std::unique_ptr<Call>> calls;
+  for (std::int64_t i = 0; i < threads; ++i) {
+    calls.push_back(std::make_unique<Call>(tier, rows, 2 * kPanelRows, numbers, true));
+    calls.back()->set_activations(pack.pairs.data);
+  }
+  std::vector<double> seconds(static_cast<std::size_t>(threads));
+  const auto least = [&](double& ns, double tiles, auto&& body) {
+    OnAllWorkers(&pool, [&](int worker) {
+      const std::int64_t start = profiling::Now();
+      body(worker);
+      seconds[static_cast<std::size_t>(worker)] = SecondsSince(start);
+    });
+    double sum = 0;
+    for (const double s : seconds) sum += s;
+    ns = std::min(ns, 1e9 * sum / static_cast<double>(threads) / tiles);
+  };
+  const auto tiles_of_part = static_cast<double>(pack.panels * part), all_tiles = static_cast<double>(pack.panels * columns);
+  double claimed = kNever, own = kNever, fetched = kNever, kept = kNever;
+  for (int i = 0; i < kTimes; ++i) {
+    const auto packing = [&](int worker) {
+      PackRowsArgs of_worker = pack;
+      of_worker.first_column = (worker + i) % threads * part;
+      tier.pack_rows(of_worker);
+    };
+    const auto reading = [&](int worker) { calls[static_cast<std::size_t>(worker)]->Run(); };
+    if (i == 0) least(claimed, kNever, packing);  // first touch
+    least(kept, all_tiles, reading);              // all threads have read all
+    least(claimed, tiles_of_part, packing);
+    least(own, tiles_of_part, packing);
+    least(fetched, all_tiles, reading);
+    least(kept, all_tiles, reading);
+  }
+  return {std::max(0.0, claimed - own), std::max(0.0, fetched - kept)};
 }
 
 double MeasureCell(const KernelTier& tier) {

@@ -100,6 +100,25 @@ def test_cores_that_share_what_computes():
     assert GemmEvaluator(late, 16, cache=False).evaluate(shape).milliseconds > times[0]
 
 
+def test_threads_hand_tiles_to_each_other():
+    machine = Machine.named("emr-16c")
+    free = dataclasses.replace(machine, claim_ns={1: 0.0}, fetch_ns={1: 0.0})
+    shape = GemmShape(m=512, k=2048, n=4096)
+    tiles = 512 // 16 * 2048 // 32
+
+    def milliseconds(some: Machine, shape: GemmShape, threads: int = 16) -> float:
+        return GemmEvaluator(some, threads, cache=False).evaluate(shape).milliseconds
+
+    # Each thread packs its share, and reads all of them, or as many as its tasks need.
+    claimed = dataclasses.replace(free, claim_ns={1: 0.0, 16: 1600.0})
+    assert milliseconds(claimed, shape) - milliseconds(free, shape) == pytest.approx(tiles * 100e-6, rel=0.05)
+    fetched = dataclasses.replace(free, fetch_ns={1: 0.0, 16: 100.0})
+    assert 0 < milliseconds(fetched, shape) - milliseconds(free, shape) <= tiles * 100e-6 * 1.001
+    packed = dataclasses.replace(shape, packed=True)
+    assert milliseconds(machine, packed) == milliseconds(free, packed)
+    assert milliseconds(machine, shape, 1) == milliseconds(free, shape, 1)
+
+
 def test_a_missing_figure_is_named():
     whole = Machine.named("emr-16c").to_json()
     fields = [path for path in _paths(whole) if path != ("kernels", "amx_bf16")]
@@ -196,6 +215,8 @@ def test_measured_figures_make_sense(monkeypatch, threads):
     # Of one thread, and of all at the same time.
     assert set(kernels.per_thread) == set(machine.uneven) == {1, threads}
     assert machine.uneven[1] == 1 <= machine.uneven[threads]
+    for handed in (machine.claim_ns, machine.fetch_ns):
+        assert handed[1] == 0 <= handed[threads] < 1e5
     for each in kernels.per_thread.values():
         assert min(min(row) for row in each.step_ns) > 0 and each.again_ns >= each.cell_ns >= 0 and each.l2_tile_ns >= 0
     alone, together = kernels.per_thread[1], kernels.per_thread[threads]

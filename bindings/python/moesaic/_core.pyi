@@ -343,6 +343,7 @@ class MachineProbe:
     def dispatch(self) -> tuple[float, float]:
         """Microseconds: a parallel loop of one task a thread, and each further task of a thread."""
 
+    def hand_over(self, isa: str) -> tuple[float, float]: ...
     def uneven(self, isa: str) -> float:
         """Of equal tasks that all threads begin together, the longest over the mean; the median of many."""
 

@@ -162,14 +162,14 @@ class LayerRun:
         self._layer.backward(saved, self._d_out)
         return (middle - start) * 1e-6, (_core.clock_ns() - middle) * 1e-6
 
-    def profiled(self) -> dict[str, float]:
-        """Thread milliseconds of each group of phases."""
+    def profiled(self) -> tuple[float, dict[str, float]]:
+        """Milliseconds of forward and backward, and thread milliseconds of each group of phases."""
         with moesaic.profile() as profile:
-            self.call()
+            whole = sum(self.call())
         by_name: dict[str, float] = {}
         for row in profile.phases():
             by_name[row["name"]] = by_name.get(row["name"], 0.0) + row["thread_ms"]
-        return {group: sum(by_name.get(name, 0.0) for name in names) for group, names in _TIMERS.items()}
+        return whole, {group: sum(by_name.get(name, 0.0) for name in names) for group, names in _TIMERS.items()}
 
 
 def measure_layers(
@@ -214,17 +214,18 @@ def measure_layer(case: LayerCase, repetitions: int) -> MeasuredLayer:
 
 
 def _measured(
-    run: LayerRun, statistic: Statistic, timed: _Repeated[tuple[float, float]], profiled: _Repeated[dict[str, float]]
+    run: LayerRun, statistic: Statistic, timed: _Repeated[tuple[float, float]], profiled: _Repeated[tuple[float, dict[str, float]]]
 ) -> MeasuredLayer:
     times, phases = timed.results(statistic), profiled.results(statistic)
     whole = [f + b for f, b in times]
+    timers = statistic([ms for ms, _ in phases]) / statistic(whole)  # what they take themselves
     return MeasuredLayer(
         run.case,
         run.rows,
         statistic([f for f, _ in times]),
         statistic([b for _, b in times]),
         statistics.median(whole) / min(whole),
-        {group: statistic([phase[group] for phase in phases]) for group in _TIMERS},
+        {group: statistic([phase[group] for _, phase in phases]) / timers for group in _TIMERS},
         bool(timed.undisturbed),
     )
 

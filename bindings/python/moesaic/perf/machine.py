@@ -17,7 +17,7 @@ from typing import Any
 
 from moesaic import _core
 
-SCHEMA = 3
+SCHEMA = 4
 ByThreads = Mapping[int, float]
 """A figure for some numbers of threads, all threads together; between them it is interpolated."""
 
@@ -150,6 +150,10 @@ class Machine:
     """What each further task costs a thread."""
     uneven: ByThreads
     """Of equal tasks that all threads begin together, the longest over the mean."""
+    claim_ns: ByThreads
+    """To pack a tile of 1 KB that all threads have read, more than one that was the packing thread's own."""
+    fetch_ns: ByThreads
+    """To read a tile that another thread has packed, more than one of a thread's own."""
     kernels: Mapping[str, Kernels]
 
     @property
@@ -302,6 +306,8 @@ class Machine:
             "job_us": at_threads(self.job_us, threads),
             "task_us": at_threads(self.task_us, threads),
             "uneven": at_threads(self.uneven, threads),
+            "claim_ns": at_threads(self.claim_ns, threads),
+            "fetch_ns": at_threads(self.fetch_ns, threads),
             "left_panels": kernels.left_panels,
             "right_panels": kernels.right_panels,
             "step_ns": [(*row, 0.0, 0.0, 0.0)[:3] for row in (*per_thread.step_ns, (), ())[:2]],
@@ -398,7 +404,7 @@ def _read(document: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
     for key, figure in value.items():
         if not key.isdecimal() or int(key) < 1:
             raise ValueError(f"{where}: {name}.{key}: expected numbers of threads as keys")
-        figures[int(key)] = _number(figure, f"{name}.{key}", where, zero=name == "task_us")
+        figures[int(key)] = _number(figure, f"{name}.{key}", where, zero=name in ("task_us", "claim_ns", "fetch_ns"))
     return dict(sorted(figures.items()))
 
 

@@ -43,14 +43,15 @@ def _counts(threads: int) -> list[int]:
 
 @dataclasses.dataclass
 class _Rates:
-    """The best so far of one number of threads: L1, L2, L3, memory; of each tier; a dispatch and a task; weights; and
-    how uneven its threads were in each turn."""
+    """The best so far of one number of threads: L1, L2, L3, memory; of each tier; a dispatch and a task; weights; how
+    uneven its threads were in each turn; and what they hand to each other."""
 
     gbps: list[float]
     gflops: dict[str, float]
     dispatch_us: list[float]
     streams: _Streams
     uneven: list[float]
+    hand_over_ns: list[float]
 
 
 class _Host:
@@ -89,6 +90,8 @@ class _Host:
             best.gflops[tier] = max(best.gflops[tier], probe.compute(isa, _SECONDS))
         best.dispatch_us = [min(pair) for pair in zip(best.dispatch_us, probe.dispatch(), strict=True)]
         best.uneven.append(probe.uneven(self.isa) if threads > 1 else 1.0)
+        handed = probe.hand_over(self.isa) if threads > 1 else (0.0, 0.0)
+        best.hand_over_ns = [min(pair) for pair in zip(best.hand_over_ns, handed, strict=True)]
         for tier, counts in rows.items():
             for form, count in itertools.product(("unpack", "direct"), counts):
                 rate = probe.stream(tier, form == "direct", count, 4 * _SECONDS)
@@ -122,7 +125,7 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
     for n in _counts(host.threads):
         tell(f"{n} thread{'s' if n > 1 else ''}")
         probe = _core.MachineProbe(n, host.far)
-        best = found[n] = _Rates([0.0] * 4, dict.fromkeys(host.tiers, 0.0), [math.inf] * 2, {}, [])
+        best = found[n] = _Rates([0.0] * 4, dict.fromkeys(host.tiers, 0.0), [math.inf] * 2, {}, [], [math.inf] * 2)
         if n == 1:
             for _ in range(_ROUNDS):
                 host.one_thread()
@@ -187,6 +190,8 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
         job_us=by_threads(lambda rates: rates.dispatch_us[0]),
         task_us=by_threads(lambda rates: rates.dispatch_us[1]),
         uneven=by_threads(lambda rates: statistics.median(rates.uneven)),
+        claim_ns=by_threads(lambda rates: rates.hand_over_ns[0]),
+        fetch_ns=by_threads(lambda rates: rates.hand_over_ns[1]),
         kernels=kernels,
     )
     for tier in host.tiers:
