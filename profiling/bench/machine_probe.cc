@@ -455,8 +455,7 @@ HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool) {
       tier.pack_rows(of_worker);
     };
     const auto reading = [&](int worker) { calls[static_cast<std::size_t>(worker)]->Run(); };
-    if (i == 0) least(claimed, kNever, packing);  // first touch
-    least(kept, all_tiles, reading);              // all threads have read all
+    least(kept, all_tiles, reading);  // all threads have read all
     least(claimed, tiles_of_part, packing);
     least(own, tiles_of_part, packing);
     least(fetched, all_tiles, reading);
