@@ -165,11 +165,12 @@ class TaskCounter {
     const bool prefetches = direct && !cost.once && call_columns <= kMostPrefetched && column_calls > 1;
     // The direct form prefetches from call to call, the unpack form from a slice of a tile column of a call to the next.
     if (p_.form != GemmForm::kGradient) {
-      const std::int64_t fetched = ring                           ? column_calls
-                                   : p_.form == GemmForm::kUnpack ? CeilDiv(task.columns, kTileColumns) * (slices ? parts : 1)
-                                   : prefetches                   ? column_calls
-                                                                  : 1;
-      cost.unfetched = static_cast<double>(p_.form == GemmForm::kUnpack ? column_calls : 1) / static_cast<double>(fetched);
+      const std::int64_t fetched = p_.form == GemmForm::kUnpack ? CeilDiv(task.columns, kTileColumns) * (slices ? parts : 1)
+                                   : prefetches                 ? column_calls
+                                                                : 1;
+      // A ring prefetches all along; where it begins is counted below.
+      cost.unfetched =
+          ring ? 0 : static_cast<double>(p_.form == GemmForm::kUnpack ? column_calls : 1) / static_cast<double>(fetched);
     }
     cost.calls_ns = calls * m_.kernel.call_ns;
     if (p_.form == GemmForm::kUnpack && !m_.kernel.unpack_overlaps && task.weights_from == MemoryLevel::kMemory) {
@@ -415,6 +416,13 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   return time;
 }
 
+/// Tasks of one kind, and their time on one thread.
+struct Tasks {
+  double count = 0, work = 0;
+
+  double Each() const { return count > 0 ? work / count : 0; }
+};
+
 }  // namespace
 
 PackingCut CutPacking(const GemmProblem& problem, int threads) {
@@ -452,11 +460,13 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   const std::int64_t most_few = problem.form == GemmForm::kGradient ? 0 : machine.kernel.most_few_rows;
   GemmEstimate estimate;
   double work = 0, tasks = 0, longest = 0, last = 0;
+  Tasks whole, rest;  // by their columns
   for (const GroupRows& group : problem.groups) {
     const std::int64_t rows = TaskRows(group.rows, configuration);
     const std::int64_t chunks = CeilDiv(group.rows, rows);
     const auto add = [&](std::int64_t task_rows, std::int64_t task_columns, double count, bool weights_again) {
       if (task_rows == 0 || task_columns == 0 || count == 0) return;
+      Tasks& some = task_columns == configuration.task_columns ? whole : rest;
       const std::int64_t few = group.rows <= most_few ? group.rows : 0;
       TaskShape shape{task_rows, task_columns, group.rows, few, MemoryLevel::kMemory, MemoryLevel::kL3, MemoryLevel::kL3};
       if (problem.cached || (weights_again && group_weights <= l3)) shape.weights_from = MemoryLevel::kL3;
@@ -468,6 +478,8 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
       for (std::size_t i = 0; i < kGemmParts; ++i) estimate.parts[i] += count * time.parts[i] / threads;
       work += count * time.ms;
       tasks += count;
+      some.count += count;
+      some.work += count * time.ms;
       longest = std::max(longest, time.ms);
       last = time.ms;
     };
@@ -482,11 +494,13 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     if (whole_chunks > 1) add_columns(rows, groups * static_cast<double>(whole_chunks - 1), true);
     if (chunks > whole_chunks) add_columns(group.rows % rows, groups, whole_chunks > 0);
   }
-  // Equal tasks end in rounds; unequal ones fill up, and on average half of the last one is waited for.
+  // Equal tasks end in rounds, those of the last columns after the others; unequal ones fill up, and on average half of the last
+  // one is waited for.
   const double even = work / threads;
   double span = even;
   if (machine.threads > 1 && tasks > 0) {
-    const double rounds = std::ceil(tasks / threads) * work / tasks;
+    const double whole_rounds = std::ceil(whole.count / threads), free = whole_rounds * threads - whole.count;
+    const double rounds = whole_rounds * whole.Each() + std::ceil(std::max(rest.count - free, 0.0) / threads) * rest.Each();
     const double uneven = std::max(longest, even + 0.5 * last * (threads - 1) / threads);
     span = problem.groups.size() == 1 ? rounds : std::max(std::min(rounds, uneven), longest);
     span += (machine.uneven - 1) * longest;  // the slowest thread's last task
@@ -494,8 +508,9 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   PartOf(estimate.parts, GemmPart::kScheduling) = span - even;
   double packing = 0;
   if (!problem.packed) {
-    // One thread reads what it writes before; of several each takes the lines from those that have read them.
-    const std::int64_t read = problem.input_bytes + (machine.threads == 1 ? 4 : 0);
+    // One thread reads what it writes before. Of several each takes the lines from those that have read them, in a time that
+    // was measured with rows of bf16.
+    const std::int64_t read = problem.input_bytes + (machine.threads == 1 ? 4 : -2);
     const double bytes = all_rows * static_cast<double>(problem.k) * static_cast<double>(read);
     const double busy =
         packed_bytes / machine.kernel.pack_gbps + bytes * threads / machine.gbps[2] + all_tiles * machine.claim_ns;

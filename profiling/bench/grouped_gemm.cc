@@ -309,6 +309,7 @@ void GroupedGemm::Round(const Task& task, std::int64_t column, std::int64_t colu
 
 std::vector<std::vector<double>> GroupedGemm::Measure(std::span<const GemmConfiguration> configurations, int count) {
   std::vector<std::vector<double>> times(configurations.size());
+  OnAllWorkers(&pool_, [](int) {});  // awake, as they are from call to call
   for (int i = 0; i < count; ++i) {
     for (std::size_t c = 0; c < configurations.size(); ++c) {
       const std::int64_t start = profiling::Now();

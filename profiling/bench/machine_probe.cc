@@ -413,7 +413,7 @@ double MeasureUneven(const KernelTier& tier, threadpool::Pool& pool) {
 
 HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool) {
   constexpr int kTimes = 8;
-  constexpr std::int64_t kTiles = 512;
+  constexpr std::int64_t kTiles = 512, kOthers = 4 << 20;  // bytes, more than an L2
   const std::int64_t threads = pool.num_threads();
   const std::int64_t part = std::max<std::int64_t>(4, 64 / threads), columns = part * threads;
   const std::int64_t rows = std::clamp<std::int64_t>(kTiles / columns, 1, 16) * kPanelRows, numbers = columns * kTileColumns;
@@ -448,6 +448,11 @@ HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool) {
   };
   const auto tiles_of_part = static_cast<double>(pack.panels * part), all_tiles = static_cast<double>(pack.panels * columns);
   double claimed = kNever, own = kNever, fetched = kNever, kept = kNever;
+  // Between two calls weights stream through the caches.
+  const ReadBlock read = WidestReadBlock();
+  AlignedBuffer others(kOthers);
+  std::memset(others.data(), 1, static_cast<std::size_t>(kOthers));
+  const auto fill_caches = [&](int) { Keep(read(static_cast<const std::byte*>(others.data()), kOthers, 1)); };
   for (int i = 0; i < kTimes; ++i) {
     const auto packing = [&](int worker) {
       PackRowsArgs of_worker = pack;
@@ -456,6 +461,7 @@ HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool) {
     };
     const auto reading = [&](int worker) { calls[static_cast<std::size_t>(worker)]->Run(); };
     least(kept, all_tiles, reading);  // all threads have read all
+    OnAllWorkers(&pool, fill_caches);
     least(claimed, tiles_of_part, packing);
     least(own, tiles_of_part, packing);
     least(fetched, all_tiles, reading);

@@ -87,7 +87,7 @@ struct HandOver {
 };
 
 /// Some 0.5 MB of tiles, which every worker reads in a direct product with two panels of weights of its own and of which each
-/// packs another part every time. The least of a few times, each the mean over the workers.
+/// packs another part every time, after other data went through the caches. The least of a few times, each the mean over the workers.
 HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool);
 
 /// Nanoseconds of one call of the widest cell with six steps, on the calling thread, in some 0.2 ms: beside

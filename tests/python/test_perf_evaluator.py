@@ -202,7 +202,7 @@ def test_what_a_guest_gets_of_the_last_level_cache(told, really, held):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_measured_figures_make_sense(monkeypatch, threads):
-    monkeypatch.setattr(measure, "_far", lambda l3: 16 << 20)  # quick; whether that is far does not matter here
+    monkeypatch.setattr(measure, "far_bytes", lambda l3: 16 << 20)  # quick; whether that is far does not matter here
     monkeypatch.setattr(measure, "_ROUNDS", 2)
     monkeypatch.setattr(measure, "_KERNEL_TURNS", 2)
     moesaic.set_num_threads(threads)
@@ -694,7 +694,7 @@ def test_every_candidate_gives_the_same_bits(here):
 def test_timing_takes_turns_over_both_forms(here):
     evaluator = GemmEvaluator(here, cache=False)
     shape = GemmShape(m=5, k=64, n=128, output="fp32")
-    timer = ShapeTimer(moesaic.isa(), shape, 0)
+    timer = ShapeTimer(moesaic.isa(), shape, from_memory=False)
     ranked = evaluator.rank(shape, 10_000)
     assert {a.configuration.form for a in ranked} == {"direct", "unpack"}
     rows = timer.measure([a.configuration for a in ranked], 3)

@@ -68,7 +68,7 @@ def check(machine: Machine, count: int) -> dict[str, Any]:
     for i, shape in enumerate(shapes):
         name = f"{shape.form} {shape.groups} x {shape.m} x {shape.k} x {shape.n} {shape.output}"
         tell(f"{i + 1} of {len(shapes)}: {name}")
-        timer = ShapeTimer(evaluator.isa, shape, machine.l3_bytes)
+        timer = ShapeTimer(evaluator.isa, shape)
         rows.append(_compare(timer, shape, evaluator.rank(shape, 10_000)))
     tell("")
     bars = _judge(rows)

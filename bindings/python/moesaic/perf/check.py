@@ -225,7 +225,7 @@ def _gemms(
         answer = evaluator.evaluate(shape)
         name = f"{answer.configuration.form} {shape.groups} x {shape.m} x {shape.k} x {shape.n} {shape.output}"
         progress(name)
-        timer = ShapeTimer(evaluator.isa, shape, evaluator.machine.l3_bytes)
+        timer = ShapeTimer(evaluator.isa, shape)
         (times,) = timer.undisturbed(quiet, [answer.configuration], plan.repetitions, plan.seconds)
         if not times:
             continue

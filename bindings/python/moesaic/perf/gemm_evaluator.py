@@ -244,7 +244,7 @@ class GemmEvaluator:
         for shape in shapes:
             ranked = self.rank(shape, _ALL)
             self.candidates += ranked[0].candidates
-            timer = ShapeTimer(self.isa, shape, self.machine.l3_bytes)
+            timer = ShapeTimer(self.isa, shape)
             answer, milliseconds = fastest(timer, ranked)
             scale = milliseconds / answer.milliseconds
             parts = {name: value * scale for name, value in answer.parts.items()}

@@ -43,13 +43,13 @@ def _counts(threads: int) -> list[int]:
 
 @dataclasses.dataclass
 class _Rates:
-    """The best so far of one number of threads: L1, L2, L3, memory; of each tier; a dispatch and a task; weights; how
-    uneven its threads were in each turn; and what they hand to each other."""
+    """The best so far of one number of threads: L1, L2, L3, memory; of each tier; a dispatch and a task; what they hand
+    to each other. Of each turn: weights; how uneven they were."""
 
     gbps: list[float]
     gflops: dict[str, float]
     dispatch_us: list[float]
-    streams: _Streams
+    streams: dict[tuple[str, str, int], list[float]]
     uneven: list[float]
     hand_over_ns: list[float]
 
@@ -62,7 +62,7 @@ class _Host:
         self.l1, self.l2 = self.topology["l1d"]["bytes"] or 32 << 10, self.topology["l2"]["bytes"] or 1 << 20
         self.shared_l3 = self.topology["l3"]["bytes"] or self.l2
         self.l3 = _core.last_level_cache_bytes() or self.shared_l3
-        self.far = _far(self.l3)
+        self.far = far_bytes(self.l3)
         self.threads, self.isa = _core.get_num_threads(), _core.isa()
         self.tiers = [name for name, runs in _core.kernel_tiers() if runs and (name != "onednn" or name == self.isa)]
         probes = [row["isa"] for row in _core.compute_probes() if row["available"]]
@@ -71,12 +71,14 @@ class _Host:
         self.kernels = {tier: _core.KernelProbe(tier) for tier in self.tiers}
         self._loads = [_core.LatencyProbe(size) for size in (self.l1 // 2, self.l2 // 2, self._l3_block(1), self.far)]
         self.latency_ns = [math.inf] * len(self._loads)
+        self.sentinel_ns = dict.fromkeys(self.tiers, math.inf)
 
     def one_thread(self) -> None:
         """A turn of what only one thread does."""
-        for probe in self.kernels.values():
+        for tier, probe in self.kernels.items():
             for _ in range(_KERNEL_TURNS):
                 probe.turn()
+            self.sentinel_ns[tier] = min(self.sentinel_ns[tier], _core.measure_cell(tier))
         self.latency_ns = [
             min(ns, load.measure(_SECONDS)) for ns, load in zip(self.latency_ns, self._loads, strict=True)
         ]
@@ -95,7 +97,7 @@ class _Host:
         for tier, counts in rows.items():
             for form, count in itertools.product(("unpack", "direct"), counts):
                 rate = probe.stream(tier, form == "direct", count, 4 * _SECONDS)
-                best.streams[tier, form, count] = max(best.streams.get((tier, form, count), 0.0), rate)
+                best.streams.setdefault((tier, form, count), []).append(rate)
 
     def l3_held(self, probe: _core.MachineProbe, gbps: Sequence[float]) -> int:
         """What of the last-level caches this process gets: a guest is told of all of its host's, which others fill
@@ -161,6 +163,7 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
             right_panels=row["right_panels"],
             per_thread=per_thread,
             unpack_overlaps=row["unpack_overlaps"],
+            sentinel_ns=host.sentinel_ns[tier],
             compute_gflops=by_threads(lambda rates, tier=tier: rates.gflops[tier]),  # type: ignore[misc]
             direct_gbps=caches[3],
             unpack_gbps=caches[3],
@@ -194,8 +197,13 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
         fetch_ns=by_threads(lambda rates: rates.hand_over_ns[1]),
         kernels=kernels,
     )
+    streams = {
+        # The memory gives its best for moments only, and calls take longer than these.
+        n: {key: statistics.quantiles(rates, n=4)[2] for key, rates in found[n].streams.items()}
+        for n in sorted({1, host.threads})
+    }
     for tier in host.tiers:
-        machine = _with_supply(machine, tier, {n: found[n].streams for n in sorted({1, host.threads})})
+        machine = _with_supply(machine, tier, streams)
     return machine
 
 
@@ -288,6 +296,6 @@ def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, rows: int
     return threads * 2.0 * k * n / (ms - others) * 1e-6
 
 
-def _far(l3: int) -> int:
-    """More than the caches hold."""
+def far_bytes(l3: int) -> int:
+    """More than the last-level caches hold, also where a guest gets more of them than it seems."""
     return min(max(1 << 28, l3 + l3 // 2), 1 << 30)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from moesaic import _core
 from moesaic.perf.gemm_evaluator import Configuration, GemmEstimate, problem_of
 from moesaic.perf.machine import Machine
+from moesaic.perf.measure import far_bytes
 from moesaic.perf.shapes import GemmShape
 
 FINALISTS = 8
@@ -22,9 +23,10 @@ _FAR = 1.15
 """Times the least prediction: what is predicted slower is not run."""
 _BUDGET_MS = 800.0
 """Of running the finalists of one shape."""
+_LEAST_SECONDS = 0.3
+"""Of runs that stand for a shape: others disturb a host for some milliseconds that no sentinel notices."""
 _MOST_ROUNDS = 200
 """Until half of them are left behind."""
-_MOST_WEIGHT_BYTES = 1 << 30
 
 
 def require_this_host(machine: Machine, isa: str, threads: int) -> None:
@@ -48,28 +50,28 @@ class ShapeTimer:
     Args:
         isa: tier of kernels, one that runs here.
         shape: the GEMM.
-        l3_bytes: of the last-level caches; 0: weights come from wherever they stay.
+        from_memory: else weights come from wherever they stay.
     """
 
-    def __init__(self, isa: str, shape: GemmShape, l3_bytes: int) -> None:
+    def __init__(self, isa: str, shape: GemmShape, from_memory: bool = True) -> None:
         self.isa, self._shape = isa, shape
-        self._weight_bytes = min(l3_bytes + l3_bytes // 2, _MOST_WEIGHT_BYTES)
+        self._weight_bytes = far_bytes(_core.last_level_cache_bytes()) if from_memory else 0
         self._forms: dict[str, _core.GroupedGemm] = {}
         self._random = random.Random(0)
 
     def undisturbed(
         self, quiet: Callable[[], bool], configurations: Sequence[Configuration], count: int, seconds: float
     ) -> list[list[float]]:
-        """Milliseconds of up to `count` runs of each configuration, in turn, before and after which the host was
-        `quiet`; fewer, or none, where so many seconds are over first."""
+        """Milliseconds of at least `count` runs of each configuration, in turn, before and after which the host was
+        `quiet`, of as many as there are in a while; fewer, or none, where so many seconds are over first."""
         times: list[list[float]] = [[] for _ in configurations]
         self.measure(configurations, 1)  # first touch of results and scratch memory
-        until = time.perf_counter() + seconds
+        begin = time.perf_counter()
         before = quiet()
-        while time.perf_counter() < until and any(len(row) < count for row in times):
+        while (now := time.perf_counter() - begin) < seconds and (
+            now < _LEAST_SECONDS or any(len(row) < count for row in times)
+        ):
             for row, configuration in zip(times, configurations, strict=True):
-                if len(row) >= count:
-                    continue
                 found = self.measure([configuration], 1)[0]
                 after = quiet()
                 if before and after:
