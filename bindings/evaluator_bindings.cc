@@ -71,6 +71,7 @@ MachineModel MachineOf(const py::dict& figures) {
   kernel.pack_gbps = Field<double>(figures, "pack_gbps");
   kernel.direct_gbps = Field<double>(figures, "direct_gbps");
   kernel.unpack_gbps = Field<double>(figures, "unpack_gbps");
+  kernel.alone_gbps = Field<double>(figures, "alone_gbps");
   if (kernel.left_panels < 1 || kernel.left_panels > 2 || kernel.right_panels < 2 || kernel.right_panels > 3) {
     throw std::invalid_argument("figures left_panels, right_panels are " + std::to_string(kernel.left_panels) + ", " +
                                 std::to_string(kernel.right_panels) + ", expected 1 or 2, and 2 or 3");

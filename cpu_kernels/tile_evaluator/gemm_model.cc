@@ -342,17 +342,20 @@ struct TaskTime {
 
 double& PartOf(std::array<double, kGemmParts>& parts, GemmPart part) { return parts[static_cast<std::size_t>(part)]; }
 
-TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, const MachineModel& machine) {
+/// @param tasks  of all threads together: where there are fewer than threads, each has more of the memory
+TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, const MachineModel& machine, double tasks) {
   const double threads = machine.threads;
   const KernelFigures& kernel = machine.kernel;
   // A rate of x GB/s is x bytes a nanosecond.
   const auto supply = [&](MemoryLevel level, double gbps) {
     return cost.bytes[static_cast<std::size_t>(level)] * threads / gbps * kNsToMs;
   };
-  const double memory_gbps = cost.few                            ? machine.gbps[3]
-                             : problem.form == GemmForm::kDirect ? kernel.direct_gbps
-                             : problem.form == GemmForm::kUnpack ? kernel.unpack_gbps
-                                                                 : machine.gbps[3];
+  const double all_gbps = cost.few                            ? machine.gbps[3]
+                          : problem.form == GemmForm::kDirect ? kernel.direct_gbps
+                          : problem.form == GemmForm::kUnpack ? kernel.unpack_gbps
+                                                              : machine.gbps[3];
+  const double alone_gbps = std::max(kernel.alone_gbps, all_gbps / threads);
+  const double memory_gbps = std::min(all_gbps * std::max(threads / tasks, 1.0), alone_gbps * threads);
   const double products = (cost.cells_ns + cost.calls_ns) * kNsToMs;
   // A matrix unit has few registers to load tiles ahead into: it waits for those from L2. Vectors wait for bytes at most.
   const bool unit = kernel.unpack_overlaps;
@@ -457,6 +460,11 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   const double result_bytes = all_rows * static_cast<double>(problem.n) * static_cast<double>(problem.output_bytes);
   const double group_weights = Product(problem.n, problem.k, problem.weight_bytes);
 
+  const double column_tasks = static_cast<double>(CeilDiv(problem.n, configuration.task_columns));
+  double all_tasks = 0;
+  for (const GroupRows& group : problem.groups) {
+    all_tasks += static_cast<double>(group.groups * CeilDiv(group.rows, TaskRows(group.rows, configuration))) * column_tasks;
+  }
   const std::int64_t most_few = problem.form == GemmForm::kGradient ? 0 : machine.kernel.most_few_rows;
   GemmEstimate estimate;
   double work = 0, tasks = 0, longest = 0, last = 0;
@@ -474,7 +482,7 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
       if (result_bytes > l3 || (problem.output_bytes == 2 && problem.form == GemmForm::kUnpack))
         shape.result_to = MemoryLevel::kMemory;
       const double flops = 2.0 * Product(task_rows, task_columns, static_cast<double>(problem.k));
-      const TaskTime time = TimeOf(counter.Count(shape), flops, problem, machine);
+      const TaskTime time = TimeOf(counter.Count(shape), flops, problem, machine, all_tasks);
       for (std::size_t i = 0; i < kGemmParts; ++i) estimate.parts[i] += count * time.parts[i] / threads;
       work += count * time.ms;
       tasks += count;
@@ -517,7 +525,6 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     const auto pieces = static_cast<double>(CutPacking(problem, machine.threads).pieces);
     packing = busy / pieces * (std::ceil(pieces / threads) + machine.uneven - 1) * kNsToMs;
     // Each thread's first read of a tile. The tasks of a group's columns read the same ones.
-    const auto column_tasks = static_cast<double>(CeilDiv(problem.n, configuration.task_columns));
     packing += all_tiles * std::min(column_tasks / threads, 1.0) * machine.fetch_ns * kNsToMs;
   }
   PartOf(estimate.parts, GemmPart::kPacking) += packing;

@@ -36,6 +36,7 @@ struct KernelFigures {
   double pack_gbps = 0;       ///< rows become tiles, bytes of bf16 written by one thread
   double direct_gbps = 0;     ///< rate at which the direct form takes weights from memory, all threads together
   double unpack_gbps = 0;     ///< the same, unpack form
+  double alone_gbps = 0;      ///< rate at which a thread takes weights while the others leave the memory alone
 };
 
 /// A machine as `threads` threads see it. Rates are those of all threads together.

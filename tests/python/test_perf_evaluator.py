@@ -100,6 +100,39 @@ def test_cores_that_share_what_computes():
     assert GemmEvaluator(late, 16, cache=False).evaluate(shape).milliseconds > times[0]
 
 
+def _milliseconds(machine: Machine, shape: GemmShape, threads: int, *configuration: int | str) -> float:
+    figures = machine.figures(threads)
+    return float(_core.TileEvaluator(figures).estimate(perf.gemm_evaluator.problem_of(shape, shape.form), configuration)[1])
+
+
+def test_tasks_of_the_last_columns_come_last():
+    machine = dataclasses.replace(Machine.named("emr-16c"), uneven={1: 1.0})
+    shape = GemmShape(m=64, k=2048, n=896, form="direct", packed=True)
+    # Seven tasks of 128 columns on two threads: four rounds, as eight take; three of 256 and one of 128: two, as four of 256.
+    for columns, rounded in ((128, 1024), (256, 1024)):
+        whole = dataclasses.replace(shape, n=rounded)
+        of_all, of_whole = (_milliseconds(machine, s, 2, 64, columns, 64, 32, 2048, "columns") for s in (shape, whole))
+        assert of_all == pytest.approx(of_whole, rel=0.02)
+    # One of 640 and one of 256 on two threads end together with the first.
+    one = dataclasses.replace(shape, n=640)
+    assert _milliseconds(machine, shape, 2, 64, 640, 64, 32, 2048, "columns") == pytest.approx(
+        _milliseconds(machine, one, 2, 64, 640, 64, 32, 2048, "columns"), rel=0.2
+    )
+
+
+def test_few_tasks_have_more_of_the_memory_each():
+    machine = Machine.named("emr-16c")
+    kernels = machine.kernels["amx_bf16"]
+    shape = GemmShape(m=16, k=4096, n=1024, form="direct", packed=True)
+    configuration = (16, 512, 16, 512, 4096, "columns")
+    two = _milliseconds(machine, shape, 16, *configuration)
+    bytes_of_task = 2 * 4096 * 512
+    assert two >= bytes_of_task / kernels.direct_gbps[1] * 1e-6
+    assert two < 1.3 * bytes_of_task / kernels.direct_gbps[1] * 1e-6
+    many = dataclasses.replace(shape, n=16 * 512)
+    assert _milliseconds(machine, many, 16, *configuration) >= bytes_of_task * 16 / kernels.direct_gbps[16] * 1e-6
+
+
 def test_threads_hand_tiles_to_each_other():
     machine = Machine.named("emr-16c")
     free = dataclasses.replace(machine, claim_ns={1: 0.0}, fetch_ns={1: 0.0})

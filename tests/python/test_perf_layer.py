@@ -22,6 +22,7 @@ from moesaic.perf.calibration import (
     LayerCase,
     LayerRun,
     MeasuredLayer,
+    _weighted_median,
     alone,
     fit,
     measure_layer,
@@ -373,7 +374,7 @@ def test_cases_take_turns_and_share_weights(monkeypatch: pytest.MonkeyPatch) -> 
         return time, 2 * time
 
     monkeypatch.setattr(LayerRun, "call", call)
-    monkeypatch.setattr(LayerRun, "profiled", lambda run: dict.fromkeys(_TIMERS, 1.0))
+    monkeypatch.setattr(LayerRun, "profiled", lambda run: (42.0, dict.fromkeys(_TIMERS, 1.0)))
     disturbed = itertools.cycle([True, True, True, False])
     found = measure_layers(cases, 4, min, lambda: next(disturbed), seconds=60)
     runs = [case for case, _ in order]
@@ -384,4 +385,13 @@ def test_cases_take_turns_and_share_weights(monkeypatch: pytest.MonkeyPatch) -> 
     of_first = [20.0 - i for i, case in enumerate(c for c in runs if c is cases[0])]
     assert found[0].forward_ms == min(of_first) and found[0].backward_ms == 2 * found[0].forward_ms
     assert [one.forward_ms for one in found[1:]] == [7.0, 7.0] and all(one.undisturbed for one in found)
+    # Phases without what the timers add, twice the time of these.
+    assert [set(one.phases.values()) for one in found[1:]] == [{0.5}, {0.5}]
     assert [sum(one.rows) for one in found] == [12, 18, 12]
+
+
+def test_a_call_costs_what_relative_errors_say() -> None:
+    # As many tell of much as of little, but these weigh more.
+    assert _weighted_median([(5.0, 1.0), (1.0, 3.0), (9.0, 1.0)]) == 1.0
+    assert _weighted_median([(5.0, 1.0), (1.0, 1.0), (9.0, 1.0)]) == 5.0
+    assert _weighted_median([(-2.0, 0.1)]) == -2.0

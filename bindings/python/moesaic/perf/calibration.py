@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +67,9 @@ _IN_CACHE = (
     LayerCase(ExpertsShape(8, 512, 640, 2, 32), 600, "concentrated:2"),
     LayerCase(ExpertsShape(64, 640, 288, 4, 16), 64),
     LayerCase(ExpertsShape(24, 896, 320, 8, 8), 96),
+    # As many jobs as keep all cores of a large host busy, each with its own.
+    LayerCase(ExpertsShape(40, 640, 288, 4, 16), 1400),
+    LayerCase(ExpertsShape(48, 576, 384, 4, 0), 3600),
 )
 
 
@@ -295,15 +299,23 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
         **{unit: getattr(model.rates, unit) * float(factor) for unit, factor in zip(units, found, strict=True)},
         call=0.0,
     )
-    over = []
+    over: list[tuple[float, float]] = []
     for one in measured:
         without = alone(LayerModel(model.products, rates), one.case.shape)
         for predict, ms in ((without.forward, one.forward_ms), (without.backward, one.backward_ms)):
             predicted = predict(one.case.shape, one.rows)
             # What no thread is busy with, of both: apart from what their phases differ by.
             busy = sum(one.phases[group] for group in predicted.phases)
-            over.append(ms - (busy + predicted.idle_ms) / model.threads)
-    return replace(rates, call=max(statistics.median(over), 0.0) * 1e3)
+            over.append((ms - (busy + predicted.idle_ms) / model.threads, 1 / ms))
+    return replace(rates, call=max(_weighted_median(over), 0.0) * 1e3)
+
+
+def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
+    """Of (value, weight): the value with the least sum of weighted distances."""
+    ordered = sorted(weighted)
+    half = 0.5 * sum(weight for _, weight in ordered)
+    below = itertools.accumulate(weight for _, weight in ordered)
+    return next(value for (value, _), sum_ in zip(ordered, below, strict=True) if sum_ >= half)
 
 
 def alone(model: LayerModel, shape: ExpertsShape) -> LayerModel:

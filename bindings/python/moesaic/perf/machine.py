@@ -323,6 +323,7 @@ class Machine:
             "pack_gbps": per_thread.pack_gbps,
             "direct_gbps": at_threads(kernels.direct_gbps, threads),
             "unpack_gbps": at_threads(kernels.unpack_gbps, threads),
+            "alone_gbps": at_threads(kernels.direct_gbps, 1),
         }
 
 
