@@ -1,8 +1,8 @@
 """Measures the host for `Machine.measure`.
 
 Every figure is the best of many short tries, spread over a second or more: a host is never faster than itself, and
-others that use it disturb a core (its sibling, the caches, the memory) for that long. But weights from memory, and how
-uneven threads are: of these a good moment's, the better quartile, for calls take longer than the best moments.
+others that use it disturb a core (its sibling, the caches, the memory) for that long. But of weights from memory a good
+moment's, the better quartile, for calls take longer than the best moments; and of how uneven threads are the median.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
         dram_ns=latency[3],
         job_us=by_threads(lambda rates: rates.dispatch_us[0]),
         task_us=by_threads(lambda rates: rates.dispatch_us[1]),
-        uneven=by_threads(lambda rates: statistics.quantiles(rates.uneven, n=4)[0]),
+        uneven=by_threads(lambda rates: statistics.median(rates.uneven)),
         claim_ns=by_threads(lambda rates: rates.hand_over_ns[0]),
         fetch_ns=by_threads(lambda rates: rates.hand_over_ns[1]),
         kernels=kernels,
