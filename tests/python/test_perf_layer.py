@@ -395,3 +395,14 @@ def test_a_call_costs_what_relative_errors_say() -> None:
     assert _weighted_median([(5.0, 1.0), (1.0, 3.0), (9.0, 1.0)]) == 1.0
     assert _weighted_median([(5.0, 1.0), (1.0, 1.0), (9.0, 1.0)]) == 5.0
     assert _weighted_median([(-2.0, 0.1)]) == -2.0
+
+
+def test_jobs_that_several_threads_share_are_handed_over() -> None:
+    shape = ExpertsShape(16, 512, 384, 2)
+    alone_on_theirs = model(16).work(shape, (32,) * 16, backward=False)
+    shared = model(16).work(shape, (32,) * 4 + (0,) * 12, backward=False)
+    assert alone_on_theirs["gate_up"]["handed"] == alone_on_theirs["down"]["handed"] == 0
+    # Four threads a job of two panels of rows: three of them read what the first one packed.
+    assert shared["gate_up"]["handed"] == 4 * 3 * 2 * 512 / 32
+    assert shared["down"]["handed"] == 4 * 3 * 2 * 384 / 32
+    assert model(2).work(shape, (32,) * 4 + (0,) * 12, backward=False)["gate_up"]["handed"] == 0

@@ -131,8 +131,9 @@ class LayerModel:
         if in_place:
             shard = replace(shard, rank=0)
         groups: dict[str, Work] = {}
-        for (count, first), times in Counter((job.rows, job.first) for job in jobs).items():
-            stages = self._stages(shard, Job(count, first), backward=backward, chunks=chunks)
+        sharers = _sharers(len(jobs), self.threads // shards)
+        for job, times in Counter(jobs).items():
+            stages = self._stages(shard, job, sharers, backward=backward, chunks=chunks)
             for phase, work in (part for _, parts in stages for part in parts):
                 of_all = {unit: shards * times * amount for unit, amount in work.items()}
                 _add(groups.setdefault(phase, {}), of_all)
@@ -159,12 +160,12 @@ class LayerModel:
             shard = replace(shard, rank=0)  # to its jobs it is as if there were no adapters
         phases: dict[str, float] = {}
         chains: list[list[Stage]] = []
-        known: dict[tuple[int, bool], tuple[list[Stage], list[tuple[str, float]]]] = {}
+        sharers = _sharers(len(jobs), threads // shards)
+        known: dict[Job, tuple[list[Stage], list[tuple[str, float]]]] = {}
         for job in jobs:
-            key = (job.rows, job.first)
-            if key not in known:
-                known[key] = self._chain(shard, job, backward=backward, chunks=chunks)
-            chain, times = known[key]
+            if job not in known:
+                known[job] = self._chain(shard, job, sharers, backward=backward, chunks=chunks)
+            chain, times = known[job]
             chains.append(chain)
             for phase, ms in times:
                 phases[phase] = phases.get(phase, 0.0) + shards * ms
@@ -187,20 +188,20 @@ class LayerModel:
         return LayerPrediction(wall, phases, idle, shards * len(jobs), shards * schedule.tasks, flops, dram)
 
     def _chain(
-        self, shape: ExpertsShape, job: Job, *, backward: bool, chunks: bool
+        self, shape: ExpertsShape, job: Job, sharers: float, *, backward: bool, chunks: bool
     ) -> tuple[list[Stage], list[tuple[str, float]]]:
         chain: list[Stage] = []
         times = []
-        for cut, parts in self._stages(shape, job, backward=backward, chunks=chunks):
+        for cut, parts in self._stages(shape, job, sharers, backward=backward, chunks=chunks):
             of_stage = [(phase, self.rates.thread_ms(work)) for phase, work in parts]
             times += of_stage
             chain.append(Stage(cut, sum(ms for _, ms in of_stage)))
         return chain, times
 
     def _stages(
-        self, shape: ExpertsShape, job: Job, *, backward: bool, chunks: bool
+        self, shape: ExpertsShape, job: Job, sharers: float, *, backward: bool, chunks: bool
     ) -> list[tuple[Cut, list[tuple[str, Work]]]]:
-        stages = _JobStages(self.products, shape, job)
+        stages = _JobStages(self.products, shape, job, sharers)
         return stages.backward(chunks=chunks) if backward else stages.forward()
 
     def limits(self, shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> tuple[float, float]:
@@ -218,8 +219,9 @@ class _JobStages:
     """The stages of one job as the engine has them (`moe/forward.cc`, `moe/backward.cc`; a test compares how many tasks
     they are): what a stage's parts are ranges of, and its work by group of phases."""
 
-    def __init__(self, products: Products, shape: ExpertsShape, job: Job) -> None:
+    def __init__(self, products: Products, shape: ExpertsShape, job: Job, sharers: float) -> None:
         self._products, self._shape, self._job = products, shape, job
+        self._others = sharers - 1  # threads that read what the first one packed
         self._lanes = round_up(job.rows, 16)  # rows that elementwise kernels compute
         # An intermediate of the adapters has two bf16 parts: of ranks up to 16 they share one step of a contraction.
         self._parts = 1 if shape.rank <= 16 else 2
@@ -287,7 +289,8 @@ class _JobStages:
         """A base product, with the adapter as a further part of its contraction."""
         k += self._parts * self._shape.padded_rank
         ms = self._products.thread_ms(form, self._job.rows, k, n, again=not self._job.first)
-        return {form: ms.compute, f"{form}_stream": ms.stream, "cache": ms.cache}
+        tiles = ceil_div(self._job.rows, 16) * ceil_div(k, 32)
+        return {form: ms.compute, f"{form}_stream": ms.stream, "cache": ms.cache, "handed": self._others * tiles}
 
     def _low(self, size: int) -> float:
         """Milliseconds at the compute ceiling of one thread of rows x (padded rank) x size."""
@@ -308,6 +311,11 @@ def _shard_of(shape: ExpertsShape, shards: int) -> ExpertsShape:
     if shards == 1:
         return shape
     return replace(shape, intermediate=32 * ceil_div(ceil_div(shape.intermediate, 32), shards))
+
+
+def _sharers(jobs: int, threads: int) -> float:
+    """Threads that work on each job: where all have one, a job stays with its own."""
+    return max(threads / max(jobs, 1), 1.0)
 
 
 def adapters_in_place(shape: ExpertsShape, rows: Sequence[int], shards: int) -> bool:

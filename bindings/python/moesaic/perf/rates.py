@@ -43,6 +43,7 @@ class LayerRates:
         sweep: ns for an element of an adapter that is read where it lies, or of its gradient that is written there.
         sweep_product: ns for each product with it.
         partial: ns for an element of a sum of a further chunk that is added to its expert's.
+        handed: ns for a tile of activations that a thread reads of a job which another one packed.
         slot: ns for a slot of a token, in which the caller alone sorts them by expert.
         task: us for a task besides its work.
         call: us for a call besides its phases: Python, validation, the graph, waking the workers and waiting for them.
@@ -66,6 +67,7 @@ class LayerRates:
     sweep: float
     sweep_product: float
     partial: float
+    handed: float
     slot: float
     task: float
     call: float
@@ -101,6 +103,7 @@ class LayerRates:
             sweep=max(pack, 6 * memory),
             sweep_product=0.3 * pack,
             partial=2.0 * pack,
+            handed=figures["fetch_ns"],
             slot=15.0,
             task=figures["task_us"],
             call=figures["job_us"] + 20.0,
