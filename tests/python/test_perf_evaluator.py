@@ -101,14 +101,14 @@ def test_cores_that_share_what_computes():
 
 
 def _milliseconds(machine: Machine, shape: GemmShape, threads: int, *configuration: int | str) -> float:
-    figures = machine.figures(threads)
-    return float(_core.TileEvaluator(figures).estimate(perf.gemm_evaluator.problem_of(shape, shape.form), configuration)[1])
+    problem = perf.gemm_evaluator.problem_of(shape, shape.form)
+    return float(_core.TileEvaluator(machine.figures(threads)).estimate(problem, configuration)[1])
 
 
 def test_tasks_of_the_last_columns_come_last():
     machine = dataclasses.replace(Machine.named("emr-16c"), uneven={1: 1.0})
     shape = GemmShape(m=64, k=2048, n=896, form="direct", packed=True)
-    # Seven tasks of 128 columns on two threads: four rounds, as eight take; three of 256 and one of 128: two, as four of 256.
+    # Seven tasks of 128 columns on two threads take four rounds, as eight do; three of 256 and one of 128 two.
     for columns, rounded in ((128, 1024), (256, 1024)):
         whole = dataclasses.replace(shape, n=rounded)
         of_all, of_whole = (_milliseconds(machine, s, 2, 64, columns, 64, 32, 2048, "columns") for s in (shape, whole))

@@ -218,7 +218,10 @@ def measure_layer(case: LayerCase, repetitions: int) -> MeasuredLayer:
 
 
 def _measured(
-    run: LayerRun, statistic: Statistic, timed: _Repeated[tuple[float, float]], profiled: _Repeated[tuple[float, dict[str, float]]]
+    run: LayerRun,
+    statistic: Statistic,
+    timed: _Repeated[tuple[float, float]],
+    profiled: _Repeated[tuple[float, dict[str, float]]],
 ) -> MeasuredLayer:
     times, phases = timed.results(statistic), profiled.results(statistic)
     whole = [f + b for f, b in times]
