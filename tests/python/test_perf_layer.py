@@ -251,7 +251,13 @@ def test_bad_laws_and_layers_are_named() -> None:
 def test_rates_are_found_again() -> None:
     """Times made from known rates, by the model itself: the fit must come back to them."""
     truth = replace(
-        LayerRates.derived(MACHINE, 16), direct=1.3, unpack=1.1, swiglu_backward=2.5, lora_write=0.9, call=80.0
+        LayerRates.derived(MACHINE, 16),
+        direct=1.3,
+        unpack=1.1,
+        swiglu_backward=2.5,
+        lora_write=0.9,
+        call=80.0,
+        call_backward=120.0,
     )
     start = model()
     world = LayerModel(start.products, truth)

@@ -278,9 +278,9 @@ def sentinel(machine: Machine) -> Callable[[], bool]:
 
 
 def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
-    """The rates, none negative, with the least relative errors of all groups of phases; then `call`, with those of the
-    whole calls."""
-    units = [name for name in LayerRates.names() if name not in ("task", "call")]
+    """The rates, none negative, with the least relative errors of all groups of phases; then those of
+    calls, with the errors of whole ones."""
+    units = [name for name in LayerRates.names() if name not in ("task", "call", "call_backward")]
     amounts: list[Work] = []
     times = []
     for one in measured:
@@ -301,16 +301,19 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
         model.rates,
         **{unit: getattr(model.rates, unit) * float(factor) for unit, factor in zip(units, found, strict=True)},
         call=0.0,
+        call_backward=0.0,
     )
-    over: list[tuple[float, float]] = []
+    over: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
     for one in measured:
         without = alone(LayerModel(model.products, rates), one.case.shape)
-        for predict, ms in ((without.forward, one.forward_ms), (without.backward, one.backward_ms)):
+        ways = ((without.forward, one.forward_ms), (without.backward, one.backward_ms))
+        for of_way, (predict, ms) in zip(over, ways, strict=True):
             predicted = predict(one.case.shape, one.rows)
             # What no thread is busy with, of both: apart from what their phases differ by.
             busy = sum(one.phases[group] for group in predicted.phases)
-            over.append((ms - (busy + predicted.idle_ms) / model.threads, 1 / ms))
-    return replace(rates, call=max(_weighted_median(over), 0.0) * 1e3)
+            of_way.append((ms - (busy + predicted.idle_ms) / model.threads, 1 / ms))
+    call, call_backward = (max(_weighted_median(of_way), 0.0) * 1e3 for of_way in over)
+    return replace(rates, call=call, call_backward=call_backward)
 
 
 def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:

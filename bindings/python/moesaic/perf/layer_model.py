@@ -182,7 +182,7 @@ class LayerModel:
             busy += ms
         serial = rates.thread_ms({"slot": sum(rows)})
         phases["routing"], busy = serial, busy + serial
-        wall += serial + rates.unit_ms("call")
+        wall += serial + rates.unit_ms("call_backward" if backward else "call")
         flops, dram = self.limits(shape, rows, backward=backward)
         idle = wall * threads - busy
         return LayerPrediction(wall, phases, idle, shards * len(jobs), shards * schedule.tasks, flops, dram)

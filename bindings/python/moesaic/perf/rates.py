@@ -16,6 +16,7 @@ __all__ = ["LayerRates", "rates_path"]
 
 SCHEMA = 1
 _MULTIPLES = ("direct", "unpack", "direct_stream", "unpack_stream", "cache", "low")
+_MICROSECONDS = ("task", "call", "call_backward")
 
 
 def rates_path(machine: Machine, threads: int) -> Path:
@@ -46,7 +47,8 @@ class LayerRates:
         handed: ns for a tile of activations that a thread reads of a job which another one packed.
         slot: ns for a slot of a token, in which the caller alone sorts them by expert.
         task: us for a task besides its work.
-        call: us for a call besides its phases: Python, validation, the graph, waking the workers and waiting for them.
+        call, call_backward: us for a forward and for a backward besides its phases: Python, validation, the graph,
+            waking the workers and waiting for them.
     """
 
     direct: float
@@ -71,6 +73,7 @@ class LayerRates:
     slot: float
     task: float
     call: float
+    call_backward: float
 
     @staticmethod
     def derived(machine: Machine, threads: int) -> LayerRates:
@@ -107,6 +110,7 @@ class LayerRates:
             slot=15.0,
             task=figures["task_us"],
             call=figures["job_us"] + 20.0,
+            call_backward=figures["job_us"] + 20.0,
         )
 
     @staticmethod
@@ -128,7 +132,7 @@ class LayerRates:
     def unit_ms(self, unit: str) -> float:
         """Milliseconds of one unit; of products, of a millisecond."""
         rate: float = getattr(self, unit)
-        return rate if unit in _MULTIPLES else rate * 1e-3 if unit in ("task", "call") else rate * 1e-6
+        return rate if unit in _MULTIPLES else rate * 1e-3 if unit in _MICROSECONDS else rate * 1e-6
 
     def thread_ms(self, work: Mapping[str, float]) -> float:
         """Thread time of amounts by unit."""
