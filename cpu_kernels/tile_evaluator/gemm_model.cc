@@ -523,8 +523,8 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     if (whole_chunks > 1) add_columns(rows, groups * static_cast<double>(whole_chunks - 1), true);
     if (chunks > whole_chunks) add_columns(group.rows % rows, groups, whole_chunks > 0);
   }
-  // Equal tasks end in rounds, those of the last columns after the others; unequal ones fill up, and on average half of the last
-  // one is waited for.
+  // Equal tasks end in rounds, those of the last columns after the others; unequal ones fill up, and on average half of the
+  // last one is waited for.
   const double even = work / threads;
   double span = even;
   if (machine.threads > 1 && tasks > 0) {

@@ -49,7 +49,7 @@ struct MachineModel {
   std::int64_t l3_bytes = 0;                       ///< all of L3
   double job_us = 0;                               ///< a parallel loop that does nothing
   double task_us = 0;                              ///< one more task in it
-  double uneven = 1;  ///< of equal tasks that all threads begin together, the longest over the mean
+  double uneven = 1;    ///< of equal tasks that all threads begin together, the longest over the mean
   double claim_ns = 0;  ///< to pack a tile that all threads have read: more than one that was the packing thread's own
   double fetch_ns = 0;  ///< to read a tile that another thread has packed: more than one of a thread's own
   KernelFigures kernel;

@@ -236,7 +236,7 @@ class _JobStages:
             self._add("gate_up", {"low": self._low(h), "rank": self._job.rows * rank})
         self._begin(Cut.INTERMEDIATE)
         self._add("gate_up", self._product("direct", h, 2 * i))
-        self._add("activation", {"swiglu_forward": self._lanes * i})
+        self._add("activation", {"swiglu_forward": self._lanes * i, "forward_block": ceil_div(i, 32)})
         self._begin(Cut.WHOLE)
         if rank:
             self._add("down", {"low": self._low(i), "rank": self._job.rows * rank})
@@ -255,7 +255,7 @@ class _JobStages:
             self._add("down_backward", {"low": self._low(h), "rank": 3 * rows * rank})
         self._begin(Cut.INTERMEDIATE)
         self._add("down_backward", self._product("direct", h, i))
-        self._add("activation_backward", {"swiglu_backward": self._lanes * i})
+        self._add("activation_backward", {"swiglu_backward": self._lanes * i, "backward_block": ceil_div(i, 32)})
         if rank:
             self._add("activation_backward", {"transpose": 3 * whole * i})
             # dA of down takes both parts of Q, dB of gate and up one of U each.

@@ -34,7 +34,8 @@ class LayerRates:
         cache: from the last-level cache.
         low: products with adapters and of their gradients, as multiples of the time at the compute ceiling.
         pack: ns for an element of a row that is gathered, rounded and laid out as tiles.
-        swiglu_forward, swiglu_backward: ns for an element of Z.
+        swiglu_forward, swiglu_backward: ns for an element of Z, and
+        forward_block, backward_block: for 32 rows of I of a job besides.
         transpose: ns for an element of dG, dU or Z that is also laid out for the gradients of adapters.
         merge: ns for an element of a row of Y or dX that is added to its token's.
         merge_token: ns for an element of a token's sum that is written.
@@ -60,6 +61,8 @@ class LayerRates:
     pack: float
     swiglu_forward: float
     swiglu_backward: float
+    forward_block: float
+    backward_block: float
     transpose: float
     merge: float
     merge_token: float
@@ -97,6 +100,8 @@ class LayerRates:
             pack=max(1.5 * pack, 2 * memory),
             swiglu_forward=4.0 * pack,
             swiglu_backward=8.0 * pack,
+            forward_block=100.0,
+            backward_block=400.0,
             transpose=pack,
             merge=max(pack, 2 * memory),
             merge_token=max(2.0 * pack, 4 * memory),
