@@ -278,8 +278,8 @@ def sentinel(machine: Machine) -> Callable[[], bool]:
 
 
 def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
-    """The rates, none negative, with the least relative errors of all groups of phases; then those of
-    calls, with the errors of whole ones."""
+    """The rates, none negative, with the least relative errors of all groups of phases; then those of calls, with
+    the errors of whole ones."""
     units = [name for name in LayerRates.names() if name not in ("task", "call", "call_backward")]
     amounts: list[Work] = []
     times = []
