@@ -169,8 +169,9 @@ class MachineProbe {
   double Compute(const std::string& isa, double seconds) { return bench::MeasureBestCompute(isa, &pool_, seconds); }
   double Read(std::int64_t bytes, double seconds) { return bench::MeasureBlockRead(&pool_, bytes, seconds); }
   double Memory(double seconds) { return memory_.MeasureBest(seconds); }
-  double Stream(const std::string& isa, bool direct, std::int64_t rows, double seconds) {
-    return stream_.Measure(RunnableTier(isa), direct, rows, seconds);
+  std::pair<double, double> Stream(const std::string& isa, bool direct, std::int64_t rows, double seconds) {
+    const bench::BestAndMean rates = stream_.Measure(RunnableTier(isa), direct, rows, seconds);
+    return {rates.best, rates.mean};
   }
   double Uneven(const std::string& isa) { return bench::MeasureUneven(RunnableTier(isa), pool_); }
   std::pair<double, double> HandOver(const std::string& isa) {

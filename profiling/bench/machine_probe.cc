@@ -501,7 +501,7 @@ StreamProbe::StreamProbe(const ReadProbe& memory, threadpool::Pool* pool) : memo
 }
 StreamProbe::~StreamProbe() = default;
 
-double StreamProbe::Measure(const KernelTier& tier, bool direct, std::int64_t rows, double seconds) {
+BestAndMean StreamProbe::Measure(const KernelTier& tier, bool direct, std::int64_t rows, double seconds) {
   constexpr std::int64_t kContraction = 2048, kColumns = 512;
   constexpr double kWindow = 2e-3;
   std::vector<Worker>& workers = workers_[{&tier, direct, rows}];
@@ -518,8 +518,9 @@ double StreamProbe::Measure(const KernelTier& tier, bool direct, std::int64_t ro
       }
     });
   }
-  return 1e-9 *
-         MeasureBestRate(pool_, seconds, kWindow, [&](int worker) { return workers[static_cast<std::size_t>(worker)].Turn(); });
+  const BestAndMean rates =
+      MeasureRates(pool_, seconds, kWindow, [&](int worker) { return workers[static_cast<std::size_t>(worker)].Turn(); });
+  return {1e-9 * rates.best, 1e-9 * rates.mean};
 }
 
 }  // namespace moesaic::bench

@@ -16,6 +16,7 @@
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tile_evaluator/machine_model.h"
 #include "profiling/bench/ceiling.h"
+#include "profiling/bench/rate.h"
 #include "threadpool/pool.h"
 
 namespace moesaic::bench {
@@ -104,8 +105,8 @@ class StreamProbe {
   ~StreamProbe();
 
   /// Passes of a form (direct or unpack) with `rows` rows over matrices of 2,048 (the contraction) x 512, each worker over its
-  /// own: the bytes of weights a second, GB/s, all workers together, in the best window of some milliseconds.
-  double Measure(const KernelTier& tier, bool direct, std::int64_t rows, double seconds);
+  /// own: the bytes of weights a second, GB/s, all workers together, in the best window of two milliseconds and on average.
+  BestAndMean Measure(const KernelTier& tier, bool direct, std::int64_t rows, double seconds);
 
  private:
   struct Worker;

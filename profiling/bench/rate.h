@@ -89,11 +89,16 @@ inline double BestWindow(const std::vector<std::vector<Progress>>& workers, doub
   return best;
 }
 
-/// As MeasureRate, but BestWindow().
+/// Work a second of all workers together: in the best window, and on average.
+struct BestAndMean {
+  double best = 0, mean = 0;
+};
+
+/// As MeasureRate, and BestWindow().
 template <typename Turn>
-double MeasureBestRate(threadpool::Pool* pool, double seconds, double window, Turn&& turn) {
+BestAndMean MeasureRates(threadpool::Pool* pool, double seconds, double window, Turn&& turn) {
   std::vector<std::vector<Progress>> workers(static_cast<std::size_t>(pool == nullptr ? 1 : pool->num_threads()));
-  double best = 0;
+  BestAndMean rates;
   do {  // until all of them were there at the same time
     OnAllWorkers(pool, [&](int worker) {
       std::vector<Progress> own;
@@ -106,9 +111,18 @@ double MeasureBestRate(threadpool::Pool* pool, double seconds, double window, Tu
       own.push_back({profiling::Now(), work});
       workers[static_cast<std::size_t>(worker)] = std::move(own);
     });
-    best = BestWindow(workers, std::min(window, seconds));
-  } while (best == 0);
-  return best;
+    rates.best = BestWindow(workers, std::min(window, seconds));
+  } while (rates.best == 0);
+  for (const std::vector<Progress>& own : workers) {
+    rates.mean += (own.back().work - own.front().work) * 1e9 / static_cast<double>(own.back().ns - own.front().ns);
+  }
+  return rates;
+}
+
+/// The best of these.
+template <typename Turn>
+double MeasureBestRate(threadpool::Pool* pool, double seconds, double window, Turn&& turn) {
+  return MeasureRates(pool, seconds, window, turn).best;
 }
 
 /// A result that nobody reads, kept so that the compiler cannot drop the loop.

@@ -337,8 +337,9 @@ class MachineProbe:
     def memory(self, seconds: float) -> float:
         """GB/s of streaming through `far_bytes`."""
 
-    def stream(self, isa: str, direct: bool, rows: int, seconds: float) -> float:
-        """GB/s of weights that a GEMM form with so many rows takes from memory: matrices of 2,048 x 512."""
+    def stream(self, isa: str, direct: bool, rows: int, seconds: float) -> tuple[float, float]:
+        """GB/s of weights that a GEMM form with so many rows takes from memory, matrices of 2,048 x 512: in the best
+        two milliseconds, and on average."""
 
     def dispatch(self) -> tuple[float, float]:
         """Microseconds: a parallel loop of one task a thread, and each further task of a thread."""

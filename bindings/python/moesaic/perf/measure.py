@@ -30,8 +30,8 @@ _CACHE_OVER_MEMORY = 1.2
 _STREAM_K, _STREAM_N = 2048, 512
 """Of the matrices of `MachineProbe.stream`."""
 
-_Streams = dict[tuple[str, str, int], float]
-"""GB/s of weights by tier, form and rows."""
+_Streams = dict[tuple[str, str, int], tuple[float, float]]
+"""GB/s of weights by tier, form and rows: in the best milliseconds, and on average."""
 
 
 def _counts(threads: int) -> list[int]:
@@ -50,7 +50,7 @@ class _Rates:
     gbps: list[float]
     gflops: dict[str, float]
     dispatch_us: list[float]
-    streams: dict[tuple[str, str, int], list[float]]
+    streams: dict[tuple[str, str, int], list[tuple[float, float]]]
     uneven: list[float]
     hand_over_ns: list[float]
 
@@ -97,8 +97,8 @@ class _Host:
         best.hand_over_ns = [min(pair) for pair in zip(best.hand_over_ns, handed, strict=True)]
         for tier, counts in rows.items():
             for form, count in itertools.product(("unpack", "direct"), counts):
-                rate = probe.stream(tier, form == "direct", count, 4 * _SECONDS)
-                best.streams.setdefault((tier, form, count), []).append(rate)
+                of_weights = probe.stream(tier, form == "direct", count, 4 * _SECONDS)
+                best.streams.setdefault((tier, form, count), []).append(of_weights)
 
     def l3_held(self, probe: _core.MachineProbe, gbps: Sequence[float]) -> int:
         """What of the last-level caches this process gets: a guest is told of all of its host's, which others fill
@@ -199,12 +199,17 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
         kernels=kernels,
     )
     streams = {
-        n: {key: statistics.quantiles(rates, n=4)[2] for key, rates in found[n].streams.items()}
-        for n in sorted({1, host.threads})
+        n: {key: _good_moment(rates) for key, rates in found[n].streams.items()} for n in sorted({1, host.threads})
     }
     for tier in host.tiers:
         machine = _with_supply(machine, tier, streams)
     return machine
+
+
+def _good_moment(rates: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Of what was measured in turns the better quartiles."""
+    best, mean = (statistics.quantiles(some, n=4)[2] for some in zip(*rates, strict=True))
+    return best, mean
 
 
 def _per_thread(row: _core.KernelRow) -> PerThread:
@@ -230,13 +235,15 @@ def _with_supply(machine: Machine, tier: str, measured: Mapping[int, _Streams]) 
     ].unpack_overlaps  # vectors unpack before products, which then are as in the direct form
     for n, streams in measured.items():
         for form in ("direct", "unpack"):
-            of_form = {rows: gbps for (name, some, rows), gbps in streams.items() if (name, some) == (tier, form)}
+            found = {rows: gbps for (name, some, rows), gbps in streams.items() if (name, some) == (tier, form)}
+            of_form = {rows: best for rows, (best, _) in found.items()}
             if form == "direct" or apart:
                 names = ("overlap", "unpack_overlap") if form == "direct" else ("unpack_overlap",)
                 tried = (_overlapping(machine, tier, n, names, p) for p in _OVERLAPS)
                 machine = min((_with_rate(one, tier, n, form, of_form) for one in tried), key=operator.itemgetter(1))[0]
             least = min(of_form)
-            machine, _ = _with_rate(machine, tier, n, form, {least: of_form[least]})
+            # How well things overlap the best moments tell; the rate of few rows is that of longer ones.
+            machine, _ = _with_rate(machine, tier, n, form, {least: found[least][1]})
     return machine
 
 
