@@ -385,7 +385,7 @@ KernelFigures KernelProbe::Figures() const {
 }
 
 double MeasureUneven(const KernelTier& tier, threadpool::Pool& pool) {
-  constexpr int kTimes = 60;
+  constexpr std::size_t kTimes = 60;
   constexpr double kNs = 1e5;
   const auto workers = static_cast<std::size_t>(pool.num_threads());
   std::vector<std::unique_ptr<Call>> calls(workers);
@@ -396,16 +396,32 @@ double MeasureUneven(const KernelTier& tier, threadpool::Pool& pool) {
                                   kCellSteps * kTileColumns, true);
   }
   const auto count = static_cast<std::int64_t>(std::max(1.0, kNs / LeastNs([&] { calls[0]->Run(); }, kNs)));
-  std::vector<double> ratios, seconds(workers);
-  for (int i = 0; i < kTimes; ++i) {
+  // Operands go round, and each time counts as a multiple of the least with the same ones: some lie worse than others all the
+  // same.
+  std::vector<double> seconds(workers * kTimes), least(workers, kNever), ratios;
+  const auto operands = [&](std::size_t worker, std::size_t i) { return (worker + i) % workers; };
+  for (std::size_t i = 0; i < kTimes; ++i) {
     OnAllWorkers(&pool, [&](int worker) {
+      const auto w = static_cast<std::size_t>(worker);
+      Call& call = *calls[operands(w, i)];
+      call.Run();  // into this core's caches
       const std::int64_t start = profiling::Now();
-      for (std::int64_t c = 0; c < count; ++c) calls[static_cast<std::size_t>(worker)]->Run();
-      seconds[static_cast<std::size_t>(worker)] = SecondsSince(start);
+      for (std::int64_t c = 0; c < count; ++c) call.Run();
+      seconds[i * workers + w] = SecondsSince(start);
     });
-    double sum = 0;
-    for (const double s : seconds) sum += s;
-    ratios.push_back(*std::max_element(seconds.begin(), seconds.end()) * static_cast<double>(workers) / sum);
+    for (std::size_t w = 0; w < workers; ++w) {
+      double& of_operands = least[operands(w, i)];
+      of_operands = std::min(of_operands, seconds[i * workers + w]);
+    }
+  }
+  for (std::size_t i = 0; i < kTimes; ++i) {
+    double longest = 0, sum = 0;
+    for (std::size_t w = 0; w < workers; ++w) {
+      const double time = seconds[i * workers + w] / least[operands(w, i)];
+      longest = std::max(longest, time);
+      sum += time;
+    }
+    ratios.push_back(longest * static_cast<double>(workers) / sum);
   }
   std::nth_element(ratios.begin(), ratios.begin() + kTimes / 2, ratios.end());
   return ratios[kTimes / 2];
