@@ -166,9 +166,11 @@ class MachineProbe {
  public:
   MachineProbe(int threads, std::int64_t far_bytes)
       : pool_(threads, threadpool::ThreadSource::kOwn), memory_(&pool_, far_bytes), stream_(memory_, &pool_) {}
-  double Compute(const std::string& isa, double seconds) { return bench::MeasureBestCompute(isa, &pool_, seconds); }
+  double Compute(const std::string& isa, double seconds) {
+    return alone() ? bench::MeasureBestCompute(isa, &pool_, seconds) : bench::MeasureCompute(isa, &pool_, seconds);
+  }
   double Read(std::int64_t bytes, double seconds) { return bench::MeasureBlockRead(&pool_, bytes, seconds); }
-  double Memory(double seconds) { return memory_.MeasureBest(seconds); }
+  double Memory(double seconds) { return alone() ? memory_.MeasureBest(seconds) : memory_.Measure(seconds); }
   std::pair<double, double> Stream(const std::string& isa, bool direct, std::int64_t rows, double seconds) {
     const bench::BestAndMean rates = stream_.Measure(RunnableTier(isa), direct, rows, seconds);
     return {rates.best, rates.mean};
@@ -187,6 +189,8 @@ class MachineProbe {
   }
 
  private:
+  bool alone() const { return pool_.num_threads() == 1; }
+
   threadpool::Pool pool_;
   bench::ReadProbe memory_;
   bench::StreamProbe stream_;

@@ -46,7 +46,6 @@ MachineModel MachineOf(const py::dict& figures) {
   machine.task_us = Field<double>(figures, "task_us");
   machine.uneven = Field<double>(figures, "uneven");
   machine.claim_ns = Field<double>(figures, "claim_ns");
-  machine.fetch_ns = Field<double>(figures, "fetch_ns");
   KernelFigures& kernel = machine.kernel;
   kernel.left_panels = Field<std::int64_t>(figures, "left_panels");
   kernel.right_panels = Field<std::int64_t>(figures, "right_panels");
@@ -69,9 +68,13 @@ MachineModel MachineOf(const py::dict& figures) {
   kernel.overlap = Field<double>(figures, "overlap");
   kernel.unpack_overlap = Field<double>(figures, "unpack_overlap");
   kernel.pack_gbps = Field<double>(figures, "pack_gbps");
-  kernel.direct_gbps = Field<double>(figures, "direct_gbps");
-  kernel.unpack_gbps = Field<double>(figures, "unpack_gbps");
-  kernel.alone_gbps = Field<double>(figures, "alone_gbps");
+  for (const auto& [name, by_threads] : {std::pair("direct_gbps", &kernel.direct_gbps), {"unpack_gbps", &kernel.unpack_gbps}}) {
+    *by_threads = Field<std::vector<double>>(figures, name);
+    if (by_threads->size() != static_cast<std::size_t>(machine.threads)) {
+      throw std::invalid_argument(std::string("figure ") + name + " has " + std::to_string(by_threads->size()) +
+                                  " entries, expected one for each of " + std::to_string(machine.threads) + " threads");
+    }
+  }
   if (kernel.left_panels < 1 || kernel.left_panels > 2 || kernel.right_panels < 2 || kernel.right_panels > 3) {
     throw std::invalid_argument("figures left_panels, right_panels are " + std::to_string(kernel.left_panels) + ", " +
                                 std::to_string(kernel.right_panels) + ", expected 1 or 2, and 2 or 3");
@@ -203,8 +206,8 @@ class Evaluator {
 /// A grouped GEMM on the process's pool.
 class GroupedGemm {
  public:
-  GroupedGemm(const std::string& isa, const ProblemTuple& shape, std::int64_t weight_bytes)
-      : gemm_(RunnableTier(isa), ProblemOf(shape), threadpool::Pool::Default(), weight_bytes) {}
+  GroupedGemm(const std::string& isa, const ProblemTuple& shape, std::shared_ptr<bench::FarWeights> far)
+      : gemm_(RunnableTier(isa), ProblemOf(shape), threadpool::Pool::Default(), std::move(far)) {}
 
   std::vector<std::vector<double>> Measure(const std::vector<ConfigurationTuple>& tuples, int count) {
     std::vector<GemmConfiguration> configurations;
@@ -246,9 +249,13 @@ void RegisterEvaluator(py::module_& module) {
       .def("choose", &Evaluator::Choose, py::arg("shapes"), py::arg("space"))
       .def("rank", &Evaluator::Rank, py::arg("shape"), py::arg("space"), py::arg("count"))
       .def("estimate", &Evaluator::Estimate, py::arg("shape"), py::arg("configuration"));
+  py::class_<bench::FarWeights, std::shared_ptr<bench::FarWeights>>(
+      module, "FarWeights", "Weights that many GEMMs read on and on; profiling/bench/grouped_gemm.h.")
+      .def(py::init([](std::int64_t bytes) { return std::make_shared<bench::FarWeights>(threadpool::Pool::Default(), bytes); }),
+           py::arg("bytes"), py::call_guard<py::gil_scoped_release>());
   py::class_<GroupedGemm>(module, "GroupedGemm", "A grouped GEMM on the engine's threads; profiling/bench/grouped_gemm.h.")
-      .def(py::init<const std::string&, const ProblemTuple&, std::int64_t>(), py::arg("isa"), py::arg("shape"),
-           py::arg("weight_bytes") = 0, py::call_guard<py::gil_scoped_release>())
+      .def(py::init<const std::string&, const ProblemTuple&, std::shared_ptr<bench::FarWeights>>(), py::arg("isa"),
+           py::arg("shape"), py::arg("far") = nullptr, py::call_guard<py::gil_scoped_release>())
       .def("measure", &GroupedGemm::Measure, py::arg("configurations"), py::arg("count"),
            py::call_guard<py::gil_scoped_release>())
       .def("digest", &GroupedGemm::Digest);

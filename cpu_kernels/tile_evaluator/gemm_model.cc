@@ -346,6 +346,20 @@ struct TaskTime {
 
 double& PartOf(std::array<double, kGemmParts>& parts, GemmPart part) { return parts[static_cast<std::size_t>(part)]; }
 
+/// The rate at which weights come from memory, as all threads together would have it that get as much as each of the tasks:
+/// tasks fewer than threads leave more of the memory to each other.
+double MemoryGbps(const GemmProblem& problem, const MachineModel& machine, double tasks, bool few) {
+  const KernelFigures& kernel = machine.kernel;
+  const double all = few || problem.form == GemmForm::kGradient ? machine.gbps[3]
+                     : problem.form == GemmForm::kDirect        ? kernel.direct_gbps.back()
+                                                                : kernel.unpack_gbps.back();
+  const double threads = machine.threads;
+  if (tasks >= threads) return all;
+  const auto& by_threads = problem.form == GemmForm::kUnpack ? kernel.unpack_gbps : kernel.direct_gbps;
+  const double some = std::min(by_threads[static_cast<std::size_t>(tasks) - 1], all);
+  return std::max(some * threads / tasks, all);
+}
+
 /// @param tasks  of all threads together: where there are fewer than threads, each has more of the memory
 TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, const MachineModel& machine, double tasks) {
   const double threads = machine.threads;
@@ -354,12 +368,6 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   const auto supply = [&](MemoryLevel level, double gbps) {
     return cost.bytes[static_cast<std::size_t>(level)] * threads / gbps * kNsToMs;
   };
-  const double all_gbps = cost.few                            ? machine.gbps[3]
-                          : problem.form == GemmForm::kDirect ? kernel.direct_gbps
-                          : problem.form == GemmForm::kUnpack ? kernel.unpack_gbps
-                                                              : machine.gbps[3];
-  const double alone_gbps = std::max(kernel.alone_gbps, all_gbps / threads);
-  const double memory_gbps = std::min(all_gbps * std::max(threads / tasks, 1.0), alone_gbps * threads);
   const double products = (cost.cells_ns + cost.calls_ns) * kNsToMs;
   // A matrix unit has few registers to load tiles ahead into: it waits for those from L2. Vectors wait for bytes at most.
   const bool unit = kernel.unpack_overlaps;
@@ -370,7 +378,8 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   const double unpack = cost.unpack_ns * kNsToMs;
   const bool waits = problem.form == GemmForm::kDirect && !cost.few && !cost.once;
   const double slower = waits ? 1 + (kWithoutPrefetch - 1) * cost.unfetched : 1.0;
-  const double memory = slower * supply(MemoryLevel::kMemory, memory_gbps) + cost.lost_ns * kNsToMs;
+  const double memory =
+      slower * supply(MemoryLevel::kMemory, MemoryGbps(problem, machine, tasks, cost.few)) + cost.lost_ns * kNsToMs;
   const double storing = cost.store_ns * kNsToMs;
   // Beside the products, all that overlaps with them: L2 and L3. What vectors unpack comes on top, also where a matrix unit
   // leaves them idle: it and its prefetches take the fill buffers that tiles are loaded through. (AMX, 48 to 256 rows, weights
@@ -539,15 +548,13 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   double packing = 0;
   if (!problem.packed) {
     // One thread reads what it writes before. Of several each takes the lines from those that have read them, in a time that
-    // was measured with rows of bf16.
+    // was measured with rows of bf16. (That others read them then from beyond their own L2 is in the tasks' times.)
     const std::int64_t read = problem.input_bytes + (machine.threads == 1 ? 4 : -2);
     const double bytes = all_rows * static_cast<double>(problem.k) * static_cast<double>(read);
     const double busy =
         packed_bytes / machine.kernel.pack_gbps + bytes * threads / machine.gbps[2] + all_tiles * machine.claim_ns;
     const auto pieces = static_cast<double>(CutPacking(problem, machine.threads).pieces);
     packing = busy / pieces * (std::ceil(pieces / threads) + machine.uneven - 1) * kNsToMs;
-    // Each thread's first read of a tile. The tasks of a group's columns read the same ones.
-    packing += all_tiles * std::min(column_tasks / threads, 1.0) * machine.fetch_ns * kNsToMs;
   }
   PartOf(estimate.parts, GemmPart::kPacking) += packing;
   const double jobs = problem.packed ? 1.0 : 2.0;

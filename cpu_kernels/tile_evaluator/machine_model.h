@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <vector>
 
 namespace moesaic {
 
@@ -34,9 +35,8 @@ struct KernelFigures {
   double overlap = 3;
   double unpack_overlap = 3;  ///< the same of the unpack form
   double pack_gbps = 0;       ///< rows become tiles, bytes of bf16 written by one thread
-  double direct_gbps = 0;     ///< rate at which the direct form takes weights from memory, all threads together
-  double unpack_gbps = 0;     ///< the same, unpack form
-  double alone_gbps = 0;      ///< rate at which a thread takes weights while the others leave the memory alone
+  /// Rates at which 1, 2, ... and all threads together take weights from memory, the others leaving it alone.
+  std::vector<double> direct_gbps, unpack_gbps;
 };
 
 /// A machine as `threads` threads see it. Rates are those of all threads together.
@@ -51,7 +51,6 @@ struct MachineModel {
   double task_us = 0;                              ///< one more task in it
   double uneven = 1;    ///< of equal tasks that all threads begin together, the longest over the mean
   double claim_ns = 0;  ///< to pack a tile that all threads have read: more than one that was the packing thread's own
-  double fetch_ns = 0;  ///< to read a tile that another thread has packed: more than one of a thread's own
   KernelFigures kernel;
 };
 

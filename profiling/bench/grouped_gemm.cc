@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
+#include "profiling/bench/operands.h"
 #include "profiling/bench/rate.h"
 
 namespace moesaic::bench {
@@ -18,29 +20,46 @@ std::byte* Scratch(std::int64_t bytes) {
   return static_cast<std::byte*>(buffer.data());
 }
 
+/// Touched by the workers, as packed weights are.
+void FillTogether(threadpool::Pool& pool, AlignedBuffer& buffer) {
+  constexpr std::int64_t kPart = std::int64_t{1} << 20;
+  pool.ParallelFor(CeilDiv(buffer.bytes(), kPart), [&](std::int64_t i, int) {
+    const std::int64_t begin = i * kPart, bytes = std::min(kPart, buffer.bytes() - begin);
+    FillOperands({static_cast<std::byte*>(buffer.data()) + begin, static_cast<std::size_t>(bytes)});
+  });
+}
+
 }  // namespace
 
-GroupedGemm::GroupedGemm(const KernelTier& tier, const GemmProblem& problem, threadpool::Pool& pool, std::int64_t weight_bytes)
-    : tier_(tier), problem_(problem), pool_(pool) {
+FarWeights::FarWeights(threadpool::Pool& pool, std::int64_t bytes) : memory_(RoundUp(bytes, 4096)) {
+  FillTogether(pool, memory_);
+}
+
+std::byte* FarWeights::Next(std::int64_t bytes) {
+  bytes = RoundUp(bytes, 4096);
+  if (at_ + bytes > memory_.bytes()) at_ = 0;
+  return static_cast<std::byte*>(memory_.data()) + std::exchange(at_, at_ + bytes);
+}
+
+GroupedGemm::GroupedGemm(const KernelTier& tier, const GemmProblem& problem, threadpool::Pool& pool,
+                         std::shared_ptr<FarWeights> far)
+    : tier_(tier), problem_(problem), pool_(pool), far_(std::move(far)) {
   const bool direct = problem.form == GemmForm::kDirect, gradient = problem.form == GemmForm::kGradient;
   const std::int64_t k = problem.k, n = problem.n;
   std::int64_t count = 0;
   for (const GroupRows& rows : problem.groups) count += rows.groups;
   if (count < 1 || k < 1 || n < 1) throw std::invalid_argument("problem is empty, expected a group with rows, and k, n >= 1");
 
-  TileMatrix shape =
+  const TileMatrix weights =
       gradient ? TileMatrix::RowPairs(nullptr, k, n) : TileMatrix::Weights(nullptr, direct ? n : k, direct ? k : n);
-  const std::int64_t bytes = RoundUp(shape.size() * 2, 4096);
-  copies_ = static_cast<std::size_t>(std::max<std::int64_t>(1, CeilDiv(weight_bytes, bytes * count)));
-  AlignedBuffer first(bytes);
-  Fill({static_cast<std::byte*>(first.data()), static_cast<std::size_t>(shape.size() * 2)}, 2);
+  const std::int64_t weight_bytes = count * BytesOf(weights);
+  if (far_ != nullptr && far_->bytes() < weight_bytes) far_ = nullptr;
 
-  Carver x_sizes, tile_sizes, c_sizes;
   for (const bool measure : {true, false}) {
     Carver x(measure ? nullptr : x_.data()), tiles(measure ? nullptr : tiles_.data()), c(measure ? nullptr : c_.data());
     for (const GroupRows& some : problem.groups) {
       for (std::int64_t i = 0; i < some.groups; ++i) {
-        Group group{some.rows, {}, TileMatrix::Activations(nullptr, some.rows, k), nullptr, nullptr, 0};
+        Group group{some.rows, weights, TileMatrix::Activations(nullptr, some.rows, k), nullptr, nullptr, 0};
         const std::int64_t padded = RoundUp(some.rows, kPanelRows);
         group.x = x.Take<std::byte>(some.rows * k * problem.input_bytes);
         group.activations.data = tiles.Take<BFloat16>(group.activations.size());
@@ -56,16 +75,10 @@ GroupedGemm::GroupedGemm(const KernelTier& tier, const GemmProblem& problem, thr
   }
   Fill({static_cast<std::byte*>(x_.data()), static_cast<std::size_t>(x_.bytes())}, problem.input_bytes);
   std::memset(c_.data(), 0, static_cast<std::size_t>(c_.bytes()));
-  weight_buffers_.resize(copies_ * groups_.size());
-  // Touched by the workers, as packed weights are.
-  pool_.ParallelFor(static_cast<std::int64_t>(weight_buffers_.size()), [&](std::int64_t i, int) {
-    AlignedBuffer& buffer = weight_buffers_[static_cast<std::size_t>(i)];
-    buffer = AlignedBuffer(bytes);
-    std::memcpy(buffer.data(), first.data(), static_cast<std::size_t>(bytes));
-  });
-  for (std::size_t i = 0; i < weight_buffers_.size(); ++i) {
-    shape.data = static_cast<BFloat16*>(weight_buffers_[i].data());
-    groups_[i % groups_.size()].weights.push_back(shape);
+  if (far_ == nullptr) {
+    weights_ = AlignedBuffer(weight_bytes);
+    FillTogether(pool_, weights_);
+    PlaceWeights(static_cast<std::byte*>(weights_.data()));
   }
   PackActivations(pool_.num_threads());
 }
@@ -82,6 +95,13 @@ void GroupedGemm::Fill(std::span<std::byte> memory, std::int64_t value_bytes) {
       const BFloat16 rounded = ToBFloat16(value);
       std::memcpy(&memory[at], &rounded, sizeof(rounded));
     }
+  }
+}
+
+void GroupedGemm::PlaceWeights(std::byte* at) {
+  for (Group& group : groups_) {
+    group.weights.data = reinterpret_cast<BFloat16*>(at);
+    at += BytesOf(group.weights);
   }
 }
 
@@ -122,6 +142,7 @@ void GroupedGemm::PackActivations(int workers) {
 
 void GroupedGemm::Run(const GemmConfiguration& configuration) {
   if (!Legal(problem_, configuration)) throw std::invalid_argument("configuration is not one that the kernels can run");
+  if (far_ != nullptr) PlaceWeights(far_->Next(static_cast<std::int64_t>(groups_.size()) * BytesOf(groups_[0].weights)));
   if (!problem_.packed) PackActivations(pool_.num_threads());
   tasks_.clear();
   for (const Group& group : groups_) {
@@ -135,7 +156,6 @@ void GroupedGemm::Run(const GemmConfiguration& configuration) {
   }
   pool_.ParallelFor(static_cast<std::int64_t>(tasks_.size()),
                     [&](std::int64_t i, int) { RunTask(tasks_[static_cast<std::size_t>(i)], configuration); });
-  copy_ = (copy_ + 1) % copies_;
 }
 
 void GroupedGemm::RunTask(const Task& task, const GemmConfiguration& c) {
@@ -163,7 +183,7 @@ void GroupedGemm::RunTask(const Task& task, const GemmConfiguration& c) {
                       std::min(depth, problem_.k - k * depth)};
     PrefetchRange next;
     if (problem_.form == GemmForm::kDirect && column_step <= kMostPrefetched && n + 1 < column_calls && r + 1 == row_calls) {
-      next.weights = task.group->weights[copy_];
+      next.weights = task.group->weights;
       next.first_panel = (block.column + block.columns) / kPanelRows;
       next.panels = CeilDiv(std::min(column_step, task.column + task.columns - block.column - block.columns), kPanelRows);
       next.first_column = block.k / kTileColumns;
@@ -214,7 +234,7 @@ void GroupedGemm::Call(const Task& task, const Block& block, const PrefetchRange
 void GroupedGemm::CallDirect(const Task& task, const Block& block, const PrefetchRange& prefetch, float* sums,
                              std::int64_t sums_ld) {
   const Group& group = *task.group;
-  GemmSegment segment{group.weights[copy_], group.activations};
+  GemmSegment segment{group.weights, group.activations};
   DirectGemmArgs args;
   args.first_panel = block.column / kPanelRows;
   args.panels = CeilDiv(block.columns, kPanelRows);
@@ -222,8 +242,8 @@ void GroupedGemm::CallDirect(const Task& task, const Block& block, const Prefetc
   if (block.depth < problem_.k) {
     // A window of a matrix in superblocks is one itself as long as it lies in one row of them (gemm/tiles.h).
     const std::int64_t first = args.first_panel / kSuperblock * kSuperblock;
-    segment.weights.data = group.weights[copy_].Tile(first, k);
-    segment.weights.panels = std::min(kSuperblock, group.weights[copy_].panels - first);
+    segment.weights.data = group.weights.Tile(first, k);
+    segment.weights.panels = std::min(kSuperblock, group.weights.panels - first);
     segment.weights.columns = CeilDiv(block.depth, kTileColumns);
     args.first_panel -= first;
   }
@@ -241,7 +261,7 @@ void GroupedGemm::CallDirect(const Task& task, const Block& block, const Prefetc
 
 void GroupedGemm::CallUnpack(const Task& task, const Block& block, std::int64_t slice) {
   const Group& group = *task.group;
-  const TileMatrix& all = group.weights[copy_];
+  const TileMatrix& all = group.weights;
   const std::int64_t first = block.k / kPanelRows;
   GemmSegment segment{all, group.activations};
   segment.weights.data = all.data + first * all.columns * kTileElements;
@@ -277,11 +297,11 @@ void GroupedGemm::CallUnpack(const Task& task, const Block& block, std::int64_t 
 
 void GroupedGemm::CallGradient(const Task& task, const Block& block) {
   const Group& group = *task.group;
-  GradientSegment segment{group.activations, group.weights[copy_]};
+  GradientSegment segment{group.activations, group.weights};
   const std::int64_t k = block.k / kTileColumns;
   segment.left.data = group.activations.Tile(block.row / kPanelRows, k);
   segment.left.columns = CeilDiv(block.depth, kTileColumns);
-  segment.right.data = group.weights[copy_].Tile(block.column / kPanelRows, k);
+  segment.right.data = group.weights.Tile(block.column / kPanelRows, k);
   segment.right.panels = CeilDiv(block.columns, kPanelRows);
   segment.right.columns = segment.left.columns;
   GradientGemmArgs args;
@@ -334,7 +354,7 @@ double GroupedGemm::Activation(std::int64_t group, std::int64_t row, std::int64_
 }
 
 double GroupedGemm::Weight(std::int64_t group, std::int64_t k, std::int64_t column) const {
-  const TileMatrix& weights = groups_[static_cast<std::size_t>(group)].weights[0];
+  const TileMatrix& weights = groups_[static_cast<std::size_t>(group)].weights;
   if (problem_.form == GemmForm::kGradient) {
     const BFloat16* tile = weights.Tile(column / kPanelRows, k / kTileColumns);
     return ToFloat(tile[k % kTileColumns / 2 * kTileColumns + column % kPanelRows * 2 + k % 2]);

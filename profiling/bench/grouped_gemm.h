@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -12,16 +13,33 @@
 
 namespace moesaic::bench {
 
+/// Memory full of weights, more than the caches hold, that GroupedGemms read on and on: whichever comes next, it finds nothing
+/// in a cache. Not thread safe.
+class FarWeights {
+ public:
+  /// Throws std::bad_alloc.
+  FarWeights(threadpool::Pool& pool, std::int64_t bytes);
+
+  std::int64_t bytes() const { return memory_.bytes(); }
+  /// The bytes after those of the call before, or the first ones; aligned to 4 KiB.
+  /// @param bytes  at most bytes()
+  std::byte* Next(std::int64_t bytes);
+
+ private:
+  AlignedBuffer memory_;
+  std::int64_t at_ = 0;
+};
+
 /// Operands with values from a fixed generator, and the loops around the kernels. Results are the same bits for every legal
 /// configuration and number of threads. Not thread safe.
 class GroupedGemm {
  public:
-  /// @param problem       its groups are taken in their order; its weights are bf16
-  /// @param pool          must outlive this
-  /// @param weight_bytes  of weights at least: copies of all groups' weights are used in turn, so that they come from memory
-  ///                      where they exceed the caches
-  /// Throws std::invalid_argument for an empty problem, std::bad_alloc.
-  GroupedGemm(const KernelTier& tier, const GemmProblem& problem, threadpool::Pool& pool, std::int64_t weight_bytes = 0);
+  /// @param problem  its groups are taken in their order; its weights are bf16
+  /// @param pool     must outlive this
+  /// @param far      each pass takes the next weights of these; null, or fewer than it needs: weights of its own, always the
+  /// same Throws std::invalid_argument for an empty problem, std::bad_alloc.
+  GroupedGemm(const KernelTier& tier, const GemmProblem& problem, threadpool::Pool& pool,
+              std::shared_ptr<FarWeights> far = nullptr);
 
   /// One pass: packing (unless problem.packed) and products. Throws std::invalid_argument unless Legal().
   void Run(const GemmConfiguration& configuration);
@@ -39,7 +57,7 @@ class GroupedGemm {
  private:
   struct Group {
     std::int64_t rows;
-    std::vector<TileMatrix> weights;  ///< by copy; gradient: row pairs
+    TileMatrix weights;  ///< gradient: row pairs
     TileMatrix activations;
     std::byte* x;  ///< [rows][K] of the input type
     std::byte* c;  ///< direct: [N rounded up to 16][ldc]; else [rows rounded up to 16][ldc]
@@ -60,6 +78,9 @@ class GroupedGemm {
     return problem_.form != GemmForm::kGradient && group.rows <= tier_.most_few_rows ? group.rows : 0;
   }
   void Fill(std::span<std::byte> memory, std::int64_t value_bytes);
+  std::int64_t BytesOf(const TileMatrix& weights) const { return RoundUp(weights.size() * 2, 4096); }
+  /// The groups' weights, one after the other.
+  void PlaceWeights(std::byte* at);
   void PackActivations(int worker_count);
   void RunTask(const Task& task, const GemmConfiguration& configuration);
   /// Whether contractions are cut into calls. The unpack form's are cut inside of one, but for few rows, whose kernels do not:
@@ -81,13 +102,11 @@ class GroupedGemm {
   const KernelTier& tier_;
   const GemmProblem problem_;
   threadpool::Pool& pool_;
-  std::vector<AlignedBuffer> weight_buffers_;
-  AlignedBuffer x_, tiles_, c_;
+  std::shared_ptr<FarWeights> far_;
+  AlignedBuffer weights_, x_, tiles_, c_;
   std::vector<Group> groups_;
   std::vector<Task> tasks_;
   std::uint64_t random_ = 1;
-  std::size_t copies_ = 1;
-  std::size_t copy_ = 0;
 };
 
 }  // namespace moesaic::bench

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu_kernels/tile_evaluator.h"
+#include "profiling/bench/operands.h"
 #include "profiling/bench/probes.h"
 #include "profiling/bench/rate.h"
 
@@ -19,6 +20,12 @@ ReadBlock WidestReadBlock() {
   if (__builtin_cpu_supports("avx512f") != 0) return ReadBlockAvx512;
   if (__builtin_cpu_supports("avx2") != 0) return ReadBlockAvx2;
   return ReadBlockSse2;
+}
+
+double Median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
 }
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
@@ -51,21 +58,6 @@ void* Zeros(AlignedBuffer& buffer, std::int64_t bytes) {
   const auto address = reinterpret_cast<std::uintptr_t>(buffer.data());
   const auto to_page = static_cast<std::int64_t>(-address % kPage);
   return static_cast<std::byte*>(buffer.data()) + to_page + static_cast<std::int64_t>(g_places() % (kPage / kLine)) * kLine;
-}
-
-/// bf16 values between -2 and 2 with all bits in use: a tile unit computes slower with them than with zeros.
-void FillOperands(std::span<std::byte> memory) {
-  static const std::vector<BFloat16> kValues = [] {
-    std::minstd_rand random;
-    std::vector<BFloat16> values(4099);  // a prime: no two tiles are alike
-    for (BFloat16& value : values) value = ToBFloat16(static_cast<float>(random()) / static_cast<float>(1u << 29) - 2.0f);
-    return values;
-  }();
-  while (!memory.empty()) {
-    const std::size_t bytes = std::min(memory.size(), kValues.size() * sizeof(BFloat16));
-    std::memcpy(memory.data(), kValues.data(), bytes);
-    memory = memory.subspan(bytes);
-  }
 }
 
 BFloat16* Tiles(AlignedBuffer& buffer, const TileMatrix& matrix) {
@@ -181,10 +173,11 @@ double MeasureBlockRead(threadpool::Pool* pool, std::int64_t bytes, double secon
     block = AlignedBuffer(bytes);
     std::memset(block.data(), 1, static_cast<std::size_t>(bytes));
   });
-  return 1e-9 * MeasureBestRate(pool, seconds, 5e-4, [&](int worker) {
-           Keep(read(static_cast<const std::byte*>(blocks[static_cast<std::size_t>(worker)].data()), bytes, times));
-           return static_cast<double>(bytes * times);
-         });
+  const BestAndMean rates = MeasureRates(pool, seconds, 5e-4, [&](int worker) {
+    Keep(read(static_cast<const std::byte*>(blocks[static_cast<std::size_t>(worker)].data()), bytes, times));
+    return static_cast<double>(bytes * times);
+  });
+  return 1e-9 * (blocks.size() == 1 ? rates.best : rates.mean);
 }
 
 LatencyProbe::LatencyProbe(std::int64_t bytes) {
@@ -218,23 +211,26 @@ double LatencyProbe::Measure(double seconds) {
 }
 
 PoolFigures MeasurePool(threadpool::Pool& pool) {
-  constexpr std::int64_t kMany = 256;
+  constexpr std::int64_t kMany = 256, kOthers = 1 << 20;
   constexpr int kTimes = 40;
   const std::int64_t threads = pool.num_threads();
-  const auto least_us = [](auto&& job) {
-    double least = 0;
+  const ReadBlock read = WidestReadBlock();
+  AlignedBuffer others(kOthers);
+  std::memset(others.data(), 1, static_cast<std::size_t>(kOthers));
+  const auto usual_us = [&](auto&& job) {
+    std::vector<double> us;
     for (int i = 0; i < kTimes; ++i) {
+      OnAllWorkers(&pool, [&](int) { Keep(read(static_cast<const std::byte*>(others.data()), kOthers, 1)); });
       const std::int64_t start = profiling::Now();
       job();
-      const double us = SecondsSince(start) * 1e6;
-      least = i == 0 ? us : std::min(least, us);
+      us.push_back(SecondsSince(start) * 1e6);
     }
-    return least;
+    return Median(us);
   };
   PoolFigures figures;
   // Until all workers are in it: an empty job alone would be over before they come.
-  figures.job_us = least_us([&] { OnAllWorkers(&pool, [](int) {}); });
-  const auto tasks = [&](std::int64_t count) { return least_us([&] { pool.ParallelFor(count, [](std::int64_t, int) {}); }); };
+  figures.job_us = usual_us([&] { OnAllWorkers(&pool, [](int) {}); });
+  const auto tasks = [&](std::int64_t count) { return usual_us([&] { pool.ParallelFor(count, [](std::int64_t, int) {}); }); };
   figures.task_us = std::max(0.0, tasks(threads * (kMany + 1)) - tasks(threads)) / kMany;
   return figures;
 }
@@ -311,33 +307,38 @@ void KernelProbe::MakeCalls(Bodies& bodies) {
   }
 }
 
-/// As LeastNs, of one call of each worker while all of them make some.
-double KernelProbe::LeastNsOfAll(const std::vector<Bodies>& workers, std::size_t body, double least) const {
+/// Nanoseconds of a call of each worker while all of them make some, as many at a time as the clock can tell.
+double KernelProbe::NsOfAll(const std::vector<Bodies>& workers, std::size_t body) const {
   constexpr double kSeconds = 4e-4, kNs = 5e3;
-  const auto calls = static_cast<std::int64_t>(std::max(1.0, kNs / least));
-  const double rate = MeasureBestRate(pool_, kSeconds, kSeconds / 2, [&](int worker) {
+  const auto calls = ns_[body].empty() ? 1 : static_cast<std::int64_t>(std::max(1.0, kNs / ns_[body].back()));
+  const double rate = MeasureRate(pool_, kSeconds, [&](int worker) {
     for (std::int64_t call = 0; call < calls; ++call) workers[static_cast<std::size_t>(worker)][body]();
     return static_cast<double>(calls);
   });
-  return std::min(least, 1e9 * static_cast<double>(workers.size()) / rate);
+  return 1e9 * static_cast<double>(workers.size()) / rate;
 }
 
 void KernelProbe::Turn() {
   std::vector<Bodies> workers(static_cast<std::size_t>(pool_ == nullptr ? 1 : pool_->num_threads()));
   for (Bodies& bodies : workers) MakeCalls(bodies);
-  least_ns_.resize(workers[0].size(), kNever);
-  for (std::size_t i = 0; i < least_ns_.size(); ++i) {
-    least_ns_[i] = pool_ == nullptr ? LeastNs(workers[0][i], least_ns_[i]) : LeastNsOfAll(workers, i, least_ns_[i]);
+  ns_.resize(workers[0].size());
+  for (std::size_t i = 0; i < ns_.size(); ++i) {
+    if (pool_ == nullptr) {
+      ns_[i] = {LeastNs(workers[0][i], ns_[i].empty() ? kNever : ns_[i][0])};
+    } else {
+      ns_[i].push_back(NsOfAll(workers, i));
+    }
   }
 }
 
 KernelFigures KernelProbe::Figures() const {
   KernelFigures figures;
+  std::vector<double> ns;
+  for (std::vector<double> turns : ns_) ns.push_back(Median(turns));
   figures.left_panels = tier_.left_panels;
   figures.right_panels = tier_.right_panels;
   figures.unpack_overlaps = tier_.unpack_overlaps;
   figures.most_few_rows = tier_.most_few_rows;
-  const std::vector<double>& ns = least_ns_;
   double fixed = 0;
   for (std::int64_t a = 0; a < tier_.left_panels; ++a) {
     for (std::int64_t b = 0; b < tier_.right_panels; ++b) {
@@ -423,8 +424,7 @@ double MeasureUneven(const KernelTier& tier, threadpool::Pool& pool) {
     }
     ratios.push_back(longest * static_cast<double>(workers) / sum);
   }
-  std::nth_element(ratios.begin(), ratios.begin() + kTimes / 2, ratios.end());
-  return ratios[kTimes / 2];
+  return Median(ratios);
 }
 
 HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool) {

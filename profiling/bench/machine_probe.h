@@ -1,8 +1,9 @@
 // What the GEMM model wants to know of a machine, beyond its ceilings: caches, latencies, the pool, and the kernels in cache.
 //
-// Every figure is the least time, or the best rate, of many short tries: a machine is never faster than itself, and where
-// others use it too only its best moments are its own. Callers spread the tries over some seconds, for others disturb a core
-// (its sibling, the caches, the memory) for that long.
+// Figures of one thread are the least time, or the best rate, of many short tries: a machine is never faster than itself, and
+// where others use it too only its best moments are its own. Those of several threads are the usual ones, medians and means:
+// of many threads one or the other is always disturbed, and the rest waits for it. Callers spread the tries over some seconds,
+// for others disturb a core (its sibling, the caches, the memory) for that long.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,8 @@
 namespace moesaic::bench {
 
 /// GB/s of reading a block of `bytes` (rounded up to 4 KiB) over and over with the widest loads, one block a worker, all
-/// workers together, in the best window of half a millisecond. A block that a cache holds shows that cache.
+/// workers together: of one in the best window of half a millisecond, of several on average. A block that a cache holds shows
+/// that cache.
 /// @param pool     null: the calling thread alone
 /// @param seconds  as for MeasureCompute
 double MeasureBlockRead(threadpool::Pool* pool, std::int64_t bytes, double seconds);
@@ -40,8 +42,8 @@ class LatencyProbe {
   const std::byte* at_;
 };
 
-/// Microseconds, the least of many: a parallel loop in which every worker takes part, and what each further task costs a
-/// thread.
+/// Microseconds, the median of many: a parallel loop in which every worker takes part, after each has read a megabyte of
+/// other data, and what each further task costs a thread.
 struct PoolFigures {
   double job_us = 0;
   double task_us = 0;
@@ -58,18 +60,19 @@ class KernelProbe {
   /// Each call that the figures rest on once more, some 0.05 ms each on one thread and 0.4 ms on several, with operands in
   /// other places.
   void Turn();
-  /// From the least time of each call: all of KernelFigures but the rates from memory and how they overlap. After a Turn().
+  /// From the least time of each call on one thread, the median over the turns on several: all of KernelFigures but the rates
+  /// from memory and how they overlap. After a Turn().
   KernelFigures Figures() const;
 
  private:
   using Bodies = std::vector<std::function<void()>>;
 
   void MakeCalls(Bodies& bodies);
-  double LeastNsOfAll(const std::vector<Bodies>& workers, std::size_t body, double least) const;
+  double NsOfAll(const std::vector<Bodies>& workers, std::size_t body) const;
 
   const KernelTier& tier_;
   threadpool::Pool* const pool_;
-  std::vector<double> least_ns_;
+  std::vector<std::vector<double>> ns_;  ///< of each call, by turns; one thread: the least so far alone
   std::size_t with_long_[2][3] = {}, with_short_[2][3] = {}, some_cells_ = 0, longer_cells_ = 0, again_ = 0, one_column_ = 0,
               more_columns_ = 0, packing_ = 0;
   std::size_t few_[2][kMostFewRows] = {};

@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <memory>
 #include <random>
 #include <string>
+#include <vector>
 
 namespace moesaic::bench {
 namespace {
@@ -96,6 +98,35 @@ TEST_P(GroupedGemmTest, SameBitsForAnyConfigurationAndThreads) {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, GroupedGemmTest, testing::Range(std::size_t{0}, Cases().size()),
                          [](const auto& info) { return std::string(Cases()[info.param].name); });
+
+TEST(FarWeights, GoOnAndBeginAgain) {
+  threadpool::Pool pool(2);
+  FarWeights far(pool, 3 << 20);
+  std::byte* first = far.Next(1 << 20);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(first) % 64, 0u);
+  EXPECT_EQ(far.Next((1 << 20) - 1), first + (1 << 20));  // to the next page
+  EXPECT_EQ(far.Next(1 << 20), first + (2 << 20));
+  EXPECT_EQ(far.Next(4096), first);
+  EXPECT_EQ(far.Next(3 << 20), first);
+}
+
+TEST(GroupedGemm, TakesOtherFarWeightsEachTime) {
+  const Case c = Cases()[1];
+  threadpool::Pool pool(2);
+  const auto far = std::make_shared<FarWeights>(pool, 4 << 20);
+  GroupedGemm gemm(*KernelTiers().back(), c.problem, pool, far);
+  std::vector<double> weights;
+  for (int run = 0; run < 2; ++run) {
+    gemm.Run({16, 128, 16, 32, 545, LoopOrder::kRows});
+    weights.push_back(gemm.Weight(1, 7, 200));
+    EXPECT_NEAR(gemm.Result(1, 33, 200), Expected(gemm, 1, 33, 200, c.problem.k), 0.1);
+  }
+  EXPECT_NE(weights[0], weights[1]);
+  // Fewer than it needs: its own.
+  GroupedGemm own(*KernelTiers().back(), c.problem, pool, std::make_shared<FarWeights>(pool, 4096));
+  own.Run({16, 128, 16, 32, 545, LoopOrder::kRows});
+  EXPECT_NEAR(own.Result(2, 0, 256), Expected(own, 2, 0, 256, c.problem.k), 0.1);
+}
 
 TEST(GroupedGemm, RefusesWhatTheKernelsCannotRun) {
   GemmProblem problem = Cases()[3].problem;

@@ -1,6 +1,7 @@
 """Machines, shapes and the GEMM evaluator."""
 
 import dataclasses
+import itertools
 import json
 import logging
 import platform
@@ -120,6 +121,16 @@ def test_tasks_of_the_last_columns_come_last():
     )
 
 
+def test_one_thread_counts_at_its_best_and_several_as_usual():
+    alone, together = measure._Rates(1), measure._Rates(2)
+    for rates in (alone, together):
+        rates.gbps += [[100.0, 50.0, 60.0, 20.0], [90.0, 40.0, 30.0, 25.0], [80.0, 45.0, 35.0, 10.0]]
+    assert alone.caches() == [100.0, 50.0, 50.0, 25.0]  # none gives more than the one before
+    assert together.caches() == [90.0, 45.0, 35.0, 20.0]
+    assert alone.time([3.0, 1.0, 2.0]) == 1.0 and together.time([3.0, 1.0, 2.0]) == 2.0
+    assert alone.rate([3.0, 1.0, 2.0]) == 3.0 and together.rate([3.0, 1.0, 2.0]) == 2.0
+
+
 def test_few_tasks_have_more_of_the_memory_each():
     machine = Machine.named("emr-16c")
     kernels = machine.kernels["amx_bf16"]
@@ -129,24 +140,27 @@ def test_few_tasks_have_more_of_the_memory_each():
     bytes_of_task = 2 * 4096 * 512
     assert two >= bytes_of_task / kernels.direct_gbps[1] * 1e-6
     assert two < 1.3 * bytes_of_task / kernels.direct_gbps[1] * 1e-6
+    # What so many threads have together, not what each has alone.
+    eight = {1: 30.0, 8: 120.0, 16: 160.0}
+    fewer = dataclasses.replace(machine, kernels={"amx_bf16": dataclasses.replace(kernels, direct_gbps=eight)})
+    of_eight = _milliseconds(fewer, dataclasses.replace(shape, n=8 * 512), 16, *configuration)
+    assert of_eight == pytest.approx(bytes_of_task * 8 / 120.0 * 1e-6, rel=0.15)
     many = dataclasses.replace(shape, n=16 * 512)
     assert _milliseconds(machine, many, 16, *configuration) >= bytes_of_task * 16 / kernels.direct_gbps[16] * 1e-6
 
 
 def test_threads_hand_tiles_to_each_other():
     machine = Machine.named("emr-16c")
-    free = dataclasses.replace(machine, claim_ns={1: 0.0}, fetch_ns={1: 0.0})
+    free = dataclasses.replace(machine, claim_ns={1: 0.0})
     shape = GemmShape(m=512, k=2048, n=4096)
     tiles = 512 // 16 * 2048 // 32
 
     def milliseconds(some: Machine, shape: GemmShape, threads: int = 16) -> float:
         return GemmEvaluator(some, threads, cache=False).evaluate(shape).milliseconds
 
-    # Each thread packs its share, and reads all of them, or as many as its tasks need.
+    # Each thread packs its share.
     claimed = dataclasses.replace(free, claim_ns={1: 0.0, 16: 1600.0})
     assert milliseconds(claimed, shape) - milliseconds(free, shape) == pytest.approx(tiles * 100e-6, rel=0.05)
-    fetched = dataclasses.replace(free, fetch_ns={1: 0.0, 16: 100.0})
-    assert 0 < milliseconds(fetched, shape) - milliseconds(free, shape) <= tiles * 100e-6 * 1.001
     packed = dataclasses.replace(shape, packed=True)
     assert milliseconds(machine, packed) == milliseconds(free, packed)
     assert milliseconds(machine, shape, 1) == milliseconds(free, shape, 1)
@@ -728,10 +742,27 @@ def test_every_candidate_gives_the_same_bits(here):
     assert len(ranked[::5]) > 5 and len(digests) == 1
 
 
+def test_products_take_turns_while_the_host_is_quiet(here, monkeypatch):
+    monkeypatch.setattr(timing, "far_bytes", lambda l3: 1 << 20)
+    monkeypatch.setattr(timing, "_LEAST_SECONDS", 0.0)
+    evaluator = GemmEvaluator(here, cache=False)
+    shapes = [GemmShape(m=5, k=64, n=128, output="fp32"), GemmShape(m=40, k=96, n=64)]
+    cases = [(shape, evaluator.evaluate(shape).configuration) for shape in shapes]
+    told: list[str] = []
+    times = timing.time_in_turns(moesaic.isa(), cases, lambda: True, 10, 60.0, told.append)
+    assert [len(row) for row in times] == [10, 10] and all(ms > 0 for row in times for ms in row)
+    assert len(told) == timing._TURNS
+    # Each run between two quiet moments counts: of every three moments one is not quiet, so one run of three does.
+    moments = itertools.count()
+    disturbed = timing.time_in_turns(moesaic.isa(), cases, lambda: next(moments) % 3 > 0, 10, 60.0, told.append)
+    assert [len(row) for row in disturbed] == [10, 10] and next(moments) >= 60
+    assert timing.time_in_turns(moesaic.isa(), cases, lambda: False, 10, 0.1, told.append) == [[], []]
+
+
 def test_timing_takes_turns_over_both_forms(here):
     evaluator = GemmEvaluator(here, cache=False)
     shape = GemmShape(m=5, k=64, n=128, output="fp32")
-    timer = ShapeTimer(moesaic.isa(), shape, from_memory=False)
+    timer = ShapeTimer(moesaic.isa(), shape, far=None)
     ranked = evaluator.rank(shape, 10_000)
     assert {a.configuration.form for a in ranked} == {"direct", "unpack"}
     rows = timer.measure([a.configuration for a in ranked], 3)

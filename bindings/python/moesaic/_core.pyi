@@ -414,10 +414,17 @@ class TileEvaluator:
     def rank(self, shape: _Problem, space: str, count: int) -> list[_Answer]: ...
     def estimate(self, shape: _Problem, configuration: _Configuration) -> _Answer: ...
 
-class GroupedGemm:
-    """A grouped GEMM on the engine's threads, run as configurations say; `isa` must run here."""
+class FarWeights:
+    """So many bytes of weights, more than the caches hold, that GEMMs read on and on; see
+    profiling/bench/grouped_gemm.h."""
 
-    def __init__(self, isa: str, shape: _Problem, weight_bytes: int = 0) -> None: ...
+    def __init__(self, bytes: int) -> None: ...
+
+class GroupedGemm:
+    """A grouped GEMM on the engine's threads, run as configurations say; `isa` must run here. Without far weights it
+    has its own, which caches may hold."""
+
+    def __init__(self, isa: str, shape: _Problem, far: FarWeights | None = None) -> None: ...
     def measure(self, configurations: Sequence[_Configuration], count: int) -> list[list[float]]:
         """Milliseconds of `count` passes of each, which take turns."""
 

@@ -55,7 +55,7 @@ def held_out_shapes() -> list[GemmShape]:
 def check(machine: Machine, count: int) -> dict[str, Any]:
     """Runs it on the first `count` shapes; the document that --json prints. `ok`: every bar holds."""
     from moesaic import perf
-    from moesaic.perf.timing import ShapeTimer, require_this_host
+    from moesaic.perf.timing import ShapeTimer, far_weights, require_this_host
 
     evaluator = perf.GemmEvaluator(machine, cache=False)
     try:
@@ -63,12 +63,13 @@ def check(machine: Machine, count: int) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(str(error)) from None
     shapes = held_out_shapes()[:count]
+    far = far_weights()
     tell = progress()
     rows = []
     for i, shape in enumerate(shapes):
         name = f"{shape.form} {shape.groups} x {shape.m} x {shape.k} x {shape.n} {shape.output}"
         tell(f"{i + 1} of {len(shapes)}: {name}")
-        timer = ShapeTimer(evaluator.isa, shape)
+        timer = ShapeTimer(evaluator.isa, shape, far)
         rows.append(_compare(timer, shape, evaluator.rank(shape, 10_000)))
     tell("")
     bars = _judge(rows)

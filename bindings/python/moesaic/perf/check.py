@@ -218,17 +218,17 @@ def _gemms(
 ) -> list[Pair]:
     """Grouped GEMMs on all threads, weights from memory, in the configuration that the evaluator chooses, while the
     host is quiet; a shape for which it never was is left out."""
-    from moesaic.perf.timing import ShapeTimer
+    from moesaic.perf.timing import time_in_turns
 
+    shapes = gemm_shapes()
+    answers = [evaluator.evaluate(shape) for shape in shapes]
+    cases = [(shape, answer.configuration) for shape, answer in zip(shapes, answers, strict=True)]
+    found = time_in_turns(evaluator.isa, cases, quiet, plan.repetitions, plan.seconds, progress)
     pairs = []
-    for shape in gemm_shapes():
-        answer = evaluator.evaluate(shape)
-        name = f"{answer.configuration.form} {shape.groups} x {shape.m} x {shape.k} x {shape.n} {shape.output}"
-        progress(name)
-        timer = ShapeTimer(evaluator.isa, shape)
-        (times,) = timer.undisturbed(quiet, [answer.configuration], plan.repetitions, plan.seconds)
+    for shape, answer, times in zip(shapes, answers, found, strict=True):
         if not times:
             continue
+        name = f"{answer.configuration.form} {shape.groups} x {shape.m} x {shape.k} x {shape.n} {shape.output}"
         spread = statistics.median(times) / min(times)
         pairs.append(Pair("gemm", name, answer.milliseconds, plan.statistic(times), spread))
     return pairs

@@ -238,13 +238,14 @@ class GemmEvaluator:
         return best
 
     def _measure(self, shapes: list[GemmShape]) -> dict[GemmShape, GemmEstimate]:
-        from moesaic.perf.timing import ShapeTimer, fastest
+        from moesaic.perf.timing import ShapeTimer, far_weights, fastest
 
+        far = far_weights()
         best = {}
         for shape in shapes:
             ranked = self.rank(shape, _ALL)
             self.candidates += ranked[0].candidates
-            timer = ShapeTimer(self.isa, shape)
+            timer = ShapeTimer(self.isa, shape, far)
             answer, milliseconds = fastest(timer, ranked)
             scale = milliseconds / answer.milliseconds
             parts = {name: value * scale for name, value in answer.parts.items()}

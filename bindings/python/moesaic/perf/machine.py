@@ -307,7 +307,6 @@ class Machine:
             "task_us": at_threads(self.task_us, threads),
             "uneven": at_threads(self.uneven, threads),
             "claim_ns": at_threads(self.claim_ns, threads),
-            "fetch_ns": at_threads(self.fetch_ns, threads),
             "left_panels": kernels.left_panels,
             "right_panels": kernels.right_panels,
             "step_ns": [(*row, 0.0, 0.0, 0.0)[:3] for row in (*per_thread.step_ns, (), ())[:2]],
@@ -321,9 +320,8 @@ class Machine:
             "overlap": per_thread.overlap,
             "unpack_overlap": per_thread.unpack_overlap,
             "pack_gbps": per_thread.pack_gbps,
-            "direct_gbps": at_threads(kernels.direct_gbps, threads),
-            "unpack_gbps": at_threads(kernels.unpack_gbps, threads),
-            "alone_gbps": at_threads(kernels.direct_gbps, 1),
+            "direct_gbps": [at_threads(kernels.direct_gbps, n) for n in range(1, threads + 1)],
+            "unpack_gbps": [at_threads(kernels.unpack_gbps, n) for n in range(1, threads + 1)],
         }
 
 

@@ -1,8 +1,9 @@
 """Measures the host for `Machine.measure`.
 
-Every figure is the best of many short tries, spread over a second or more: a host is never faster than itself, and
-others that use it disturb a core (its sibling, the caches, the memory) for that long. But of weights from memory a good
-moment's, the better quartile, for calls take longer than the best moments; and of how uneven threads are the median.
+Figures of one thread are the best of many short tries, spread over a second or more: a host is never faster than itself,
+and others that use it disturb a core (its sibling, the caches, the memory) for that long. Those of several threads are
+medians: one or the other is always disturbed, and the rest waits for it. But of weights from memory a good moment's, the
+better quartile.
 """
 
 from __future__ import annotations
@@ -44,15 +45,28 @@ def _counts(threads: int) -> list[int]:
 
 @dataclasses.dataclass
 class _Rates:
-    """The best so far of one number of threads: L1, L2, L3, memory; of each tier; a dispatch and a task; what they hand
-    to each other. Of each turn: weights; how uneven they were."""
+    """What each turn of one number of threads found: L1, L2, L3, memory; multiply-adds, by tier; a dispatch and a task;
+    how uneven threads are; what they hand to each other; weights."""
 
-    gbps: list[float]
-    gflops: dict[str, float]
-    dispatch_us: list[float]
-    streams: dict[tuple[str, str, int], list[tuple[float, float]]]
-    uneven: list[float]
-    hand_over_ns: list[float]
+    threads: int
+    gbps: list[list[float]] = dataclasses.field(default_factory=list)
+    gflops: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    dispatch_us: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    uneven: list[float] = dataclasses.field(default_factory=list)
+    hand_over_ns: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    streams: dict[tuple[str, str, int], list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+
+    def rate(self, turns: Sequence[float]) -> float:
+        """What stands for the turns: the best of one thread, the median of several."""
+        return max(turns) if self.threads == 1 else statistics.median(turns)
+
+    def time(self, turns: Sequence[float]) -> float:
+        return min(turns) if self.threads == 1 else statistics.median(turns)
+
+    def caches(self) -> list[float]:
+        """GB/s of L1, L2, L3 and memory. None gives more than the one before it: what a probe missed there, the kernels
+        would not find either."""
+        return list(itertools.accumulate(map(self.rate, zip(*self.gbps, strict=True)), min))
 
 
 class _Host:
@@ -84,21 +98,20 @@ class _Host:
             min(ns, load.measure(_SECONDS)) for ns, load in zip(self.latency_ns, self._loads, strict=True)
         ]
 
-    def turn(self, probe: _core.MachineProbe, threads: int, best: _Rates, rows: Mapping[str, Sequence[int]]) -> None:
+    def turn(self, probe: _core.MachineProbe, found: _Rates, rows: Mapping[str, Sequence[int]]) -> None:
         """A turn of so many threads; with weights from memory for these rows of the tiers."""
+        threads = found.threads
         blocks = (self.l1 // 2, self.l2 // 2, self._l3_block(threads))
-        rates = [*(probe.read(block, _SECONDS) for block in blocks), probe.memory(3 * _SECONDS)]
-        best.gbps = [max(pair) for pair in zip(best.gbps, rates, strict=True)]
+        found.gbps.append([*(probe.read(block, _SECONDS) for block in blocks), probe.memory(3 * _SECONDS)])
         for tier, isa in self.compute_probe.items():
-            best.gflops[tier] = max(best.gflops[tier], probe.compute(isa, _SECONDS))
-        best.dispatch_us = [min(pair) for pair in zip(best.dispatch_us, probe.dispatch(), strict=True)]
-        best.uneven.append(probe.uneven(self.isa) if threads > 1 else 1.0)
-        handed = probe.hand_over(self.isa) if threads > 1 else (0.0, 0.0)
-        best.hand_over_ns = [min(pair) for pair in zip(best.hand_over_ns, handed, strict=True)]
+            found.gflops.setdefault(tier, []).append(probe.compute(isa, _SECONDS))
+        found.dispatch_us.append(probe.dispatch())
+        found.uneven.append(probe.uneven(self.isa) if threads > 1 else 1.0)
+        found.hand_over_ns.append(probe.hand_over(self.isa) if threads > 1 else (0.0, 0.0))
         for tier, counts in rows.items():
             for form, count in itertools.product(("unpack", "direct"), counts):
                 of_weights = probe.stream(tier, form == "direct", count, 4 * _SECONDS)
-                best.streams.setdefault((tier, form, count), []).append(of_weights)
+                found.streams.setdefault((tier, form, count), []).append(of_weights)
 
     def l3_held(self, probe: _core.MachineProbe, gbps: Sequence[float]) -> int:
         """What of the last-level caches this process gets: a guest is told of all of its host's, which others fill
@@ -128,29 +141,26 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
     for n in _counts(host.threads):
         tell(f"{n} thread{'s' if n > 1 else ''}")
         probe = _core.MachineProbe(n, host.far)
-        best = found[n] = _Rates([0.0] * 4, dict.fromkeys(host.tiers, 0.0), [math.inf] * 2, {}, [], [math.inf] * 2)
+        turns = found[n] = _Rates(n)
         if n == 1:
             for _ in range(_ROUNDS):
                 host.one_thread()
-                host.turn(probe, n, best, {})
+                host.turn(probe, turns, {})
             for tier in host.tiers:
                 row = host.kernels[tier].figures()
-                rows[tier] = _stream_rows(_per_thread(row), best.gbps[3], row["unpack_overlaps"])
+                rows[tier] = _stream_rows(_per_thread(row), turns.caches()[3], row["unpack_overlaps"])
         together = {tier: probe.kernels(tier) for tier in host.tiers} if 1 < n == host.threads else {}
         for _ in range(_ROUNDS):
             if n == 1:
                 host.one_thread()
-            host.turn(probe, n, best, rows if n in (1, host.threads) else {})
+            host.turn(probe, turns, rows if n in (1, host.threads) else {})
             for one in together.values():
                 one.turn()
-        # A level never gives more than the one before it: what a probe missed there, the kernels would not find either.
-        for level in (1, 2, 3):
-            best.gbps[level] = min(best.gbps[level], best.gbps[level - 1])
 
     def by_threads(figure: Callable[[_Rates], float]) -> dict[int, float]:
         return {n: figure(rates) for n, rates in found.items()}
 
-    caches = [by_threads(lambda rates, level=level: rates.gbps[level]) for level in range(4)]  # type: ignore[misc]
+    caches = [by_threads(lambda rates, level=level: rates.caches()[level]) for level in range(4)]  # type: ignore[misc]
     kernels = {}
     for tier in host.tiers:
         row = host.kernels[tier].figures()
@@ -165,7 +175,7 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
             per_thread=per_thread,
             unpack_overlaps=row["unpack_overlaps"],
             sentinel_ns=host.sentinel_ns[tier],
-            compute_gflops=by_threads(lambda rates, tier=tier: rates.gflops[tier]),  # type: ignore[misc]
+            compute_gflops=by_threads(lambda rates, tier=tier: rates.rate(rates.gflops[tier])),  # type: ignore[misc]
             direct_gbps=caches[3],
             unpack_gbps=caches[3],
         )
@@ -182,7 +192,7 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
         memory_bytes=sum(node["memory_bytes"] for node in host.topology["nodes"]) or 1,
         l1_bytes=host.l1,
         l2_bytes=host.l2,
-        l3_bytes=host.l3_held(probe, best.gbps),
+        l3_bytes=host.l3_held(probe, turns.caches()),
         l1_gbps=caches[0],
         l2_gbps=caches[1],
         l3_gbps=caches[2],
@@ -191,11 +201,11 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
         l2_ns=latency[1],
         l3_ns=latency[2],
         dram_ns=latency[3],
-        job_us=by_threads(lambda rates: rates.dispatch_us[0]),
-        task_us=by_threads(lambda rates: rates.dispatch_us[1]),
+        job_us=by_threads(lambda rates: rates.time([job for job, _ in rates.dispatch_us])),
+        task_us=by_threads(lambda rates: rates.time([task for _, task in rates.dispatch_us])),
         uneven=by_threads(lambda rates: statistics.median(rates.uneven)),
-        claim_ns=by_threads(lambda rates: rates.hand_over_ns[0]),
-        fetch_ns=by_threads(lambda rates: rates.hand_over_ns[1]),
+        claim_ns=by_threads(lambda rates: statistics.median(claim for claim, _ in rates.hand_over_ns)),
+        fetch_ns=by_threads(lambda rates: statistics.median(fetch for _, fetch in rates.hand_over_ns)),
         kernels=kernels,
     )
     streams = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.perf.cache import cache_folder
 from moesaic.perf.fields import at_least
-from moesaic.perf.machine import Machine
+from moesaic.perf.machine import Machine, at_threads
 
 __all__ = ["LayerRates", "rates_path"]
 
@@ -111,7 +111,7 @@ class LayerRates:
             sweep=max(pack, 6 * memory),
             sweep_product=0.3 * pack,
             partial=2.0 * pack,
-            handed=figures["fetch_ns"],
+            handed=at_threads(machine.fetch_ns, threads),
             slot=15.0,
             task=figures["task_us"],
             call=figures["job_us"] + 20.0,

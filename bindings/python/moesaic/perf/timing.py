@@ -25,6 +25,10 @@ _BUDGET_MS = 800.0
 """Of running the finalists of one shape."""
 _LEAST_SECONDS = 0.3
 """Of runs that stand for a shape: others disturb a host for some milliseconds that no sentinel notices."""
+_TURNS = 6
+"""In which those are made of all shapes: others disturb it for seconds, too."""
+_UNTIMED = 4
+"""Runs until operands are where they stay: the second after other shapes takes 8% longer, the fifth 2%."""
 _MOST_ROUNDS = 200
 """Until half of them are left behind."""
 
@@ -43,41 +47,24 @@ def require_this_host(machine: Machine, isa: str, threads: int) -> None:
         raise ValueError(f"isa is {isa!r}, expected a tier that runs here")
 
 
+def far_weights() -> _core.FarWeights:
+    """More weights than the caches hold. Shapes that take turns share them."""
+    return _core.FarWeights(far_bytes(_core.last_level_cache_bytes()))
+
+
 class ShapeTimer:
-    """The operands of one shape, for any number of configurations. Weights come from memory, as they do in a model:
-    there are as many copies as exceed the caches.
+    """The operands of one shape, for any number of configurations.
 
     Args:
         isa: tier of kernels, one that runs here.
         shape: the GEMM.
-        from_memory: else weights come from wherever they stay.
+        far: weights come from memory, as they do in a model; None: from wherever they stay.
     """
 
-    def __init__(self, isa: str, shape: GemmShape, from_memory: bool = True) -> None:
-        self.isa, self._shape = isa, shape
-        self._weight_bytes = far_bytes(_core.last_level_cache_bytes()) if from_memory else 0
+    def __init__(self, isa: str, shape: GemmShape, far: _core.FarWeights | None) -> None:
+        self.isa, self._shape, self._far = isa, shape, far
         self._forms: dict[str, _core.GroupedGemm] = {}
         self._random = random.Random(0)
-
-    def undisturbed(
-        self, quiet: Callable[[], bool], configurations: Sequence[Configuration], count: int, seconds: float
-    ) -> list[list[float]]:
-        """Milliseconds of at least `count` runs of each configuration, in turn, before and after which the host was
-        `quiet`, of as many as there are in a while; fewer, or none, where so many seconds are over first."""
-        times: list[list[float]] = [[] for _ in configurations]
-        self.measure(configurations, 1)  # first touch of results and scratch memory
-        begin = time.perf_counter()
-        before = quiet()
-        while (now := time.perf_counter() - begin) < seconds and (
-            now < _LEAST_SECONDS or any(len(row) < count for row in times)
-        ):
-            for row, configuration in zip(times, configurations, strict=True):
-                found = self.measure([configuration], 1)[0]
-                after = quiet()
-                if before and after:
-                    row += found
-                before = after
-        return times
 
     def measure(self, configurations: Sequence[Configuration], count: int) -> list[list[float]]:
         """Milliseconds of each configuration in `count` rounds, in each of which all run once, in another order each
@@ -85,7 +72,7 @@ class ShapeTimer:
         for form in dict.fromkeys(c.form for c in configurations):
             if form not in self._forms:
                 problem = problem_of(self._shape, form)
-                self._forms[form] = _core.GroupedGemm(self.isa, problem, self._weight_bytes)
+                self._forms[form] = _core.GroupedGemm(self.isa, problem, self._far)
         times: list[list[float]] = [[] for _ in configurations]
         order = list(range(len(configurations)))
         for _ in range(count):
@@ -94,6 +81,37 @@ class ShapeTimer:
                 configuration = configurations[i]
                 times[i] += self._forms[configuration.form].measure([configuration.as_tuple()], 1)[0]
         return times
+
+
+def time_in_turns(
+    isa: str,
+    cases: Sequence[tuple[GemmShape, Configuration]],
+    quiet: Callable[[], bool],
+    count: int,
+    seconds: float,
+    progress: Callable[[str], None],
+) -> list[list[float]]:
+    """Milliseconds of at least `count` runs of each case before and after which the host was `quiet`, of as many as
+    there are in a while; fewer, or none, where so many seconds a case are over first. All cases take their turn a few
+    times: what others do for seconds then meets all of them."""
+    far = far_weights()
+    timers = [ShapeTimer(isa, shape, far) for shape, _ in cases]
+    times: list[list[float]] = [[] for _ in cases]
+    for turn in range(1, _TURNS + 1):
+        progress(f"turn {turn} of {_TURNS}: {len(cases)} products")
+        for timer, row, (_, configuration) in zip(timers, times, cases, strict=True):
+            timer.measure([configuration], _UNTIMED)
+            begin = time.perf_counter()
+            before = quiet()
+            while (now := time.perf_counter() - begin) < seconds / _TURNS and (
+                now < _LEAST_SECONDS / _TURNS or len(row) * _TURNS < count * turn
+            ):
+                (found,) = timer.measure([configuration], 1)
+                after = quiet()
+                if before and after:
+                    row += found
+                before = after
+    return times
 
 
 def relative(times: Sequence[Sequence[float]]) -> list[float]:
