@@ -79,6 +79,12 @@ constexpr double kWithoutPrefetch = 1.1;
 /// L1, of what it takes in slices. (AMX, 5 x 104 x 1,792 x 1,280: 1,860 us in calls of 32 rows, 1,240 in calls of all.)
 constexpr double kWithoutSlices = 2.4;
 
+/// Of what comes from L3 what a matrix unit waits for, the rest comes beside the products: its few registers load only so far
+/// ahead. (AMX, two threads, tasks that read less from L3 against more of the same products: 1,152 x 1,024 x 640, 384 rows and
+/// 192, 8 to 10% faster; 320 x 1,024 x 1,408, unpack, 768 columns and 256, 8 to 10%; four groups of 250 x 1,280 x 1,536, whole
+/// and half, 6%.)
+constexpr double kWaitedForL3 = 0.5;
+
 /// Columns whose sums wait in C between two slices of the unpack form.
 constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns;
 /// Tiles of a slice of the direct form's contraction on a matrix unit, and the most that the unpack form takes panel by panel
@@ -315,8 +321,8 @@ class TaskCounter {
       // No products are computed meanwhile.
       const bool in_turn = call_rows >= task.group_rows || 2 * call_rows >= kLinesInTurn;
       cost.store_ns = Product(task.rows, task.columns, 2) / 64 * latency_ns / (in_turn ? kStoresInTurn : kStores);
-    } else if (unit && p_.output_bytes == 4) {
-      // A tile's lines are waited for before the next products.
+    } else if (unit && p_.output_bytes == 4 && p_.form == GemmForm::kDirect) {
+      // A tile's lines are waited for before the next products. (In the unpack form sums of slices before were there.)
       cost.store_ns = fp32 / 64 * latency_ns / kStoresInTurn;
     } else {
       Add(cost, task.result_to, factor * Product(task.rows, task.columns, static_cast<double>(p_.output_bytes)));
@@ -392,11 +398,11 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
                                    : kernel.overlap;
   const Overlap beside(overlap);
   const double busy = cells + (unit ? unpack : 0.0);
-  const std::array<double, 3> powers = {beside.Power(busy),
-                                        unit ? 0.0 : beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])),
-                                        beside.Power(supply(MemoryLevel::kL3, machine.gbps[2]))};
+  const double l3 = supply(MemoryLevel::kL3, machine.gbps[2]), waited = unit ? kWaitedForL3 * l3 : 0.0;
+  const std::array<double, 3> powers = {
+      beside.Power(busy), unit ? 0.0 : beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])), beside.Power(l3 - waited)};
   const double sum = powers[0] + powers[1] + powers[2];
-  const double computing = beside.Root(sum);
+  const double computing = beside.Root(sum) + waited;
   double memory_share = 0, unpack_share = 0, computing_share = computing;
   if (unpack_first) {
     const Together way(unpack, memory, Overlap(kUnpackOverlap), Overlap(1), cost.unfetched);
@@ -411,7 +417,8 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   TaskTime time;
   time.ms = computing_share + memory_share + unpack_share + storing;
   if (sum <= 0) return time;
-  const auto share = [&](std::size_t i) { return computing_share * powers[i] / sum; };
+  const double beside_products = computing_share * (1 - waited / computing);
+  const auto share = [&](std::size_t i) { return beside_products * powers[i] / sum; };
   // What the cells take: the ceiling's time for the flops that count, what edges add, and the rest, which is L1.
   const double least = flops / (machine.compute_gflops / threads) * kNsToMs;
   const double whole =
@@ -426,7 +433,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   PartOf(time.parts, GemmPart::kL1) = scale * (without_edges - arithmetic);
   PartOf(time.parts, GemmPart::kEdge) = scale * (products - without_edges);
   PartOf(time.parts, GemmPart::kL2) = share(1) + scale * tiles;
-  PartOf(time.parts, GemmPart::kL3) = share(2);
+  PartOf(time.parts, GemmPart::kL3) = share(2) + computing_share - beside_products;
   PartOf(time.parts, GemmPart::kMemory) = memory_share;
   PartOf(time.parts, GemmPart::kPacking) = unpack_share + storing;
   return time;

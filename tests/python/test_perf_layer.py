@@ -279,7 +279,7 @@ def test_rates_are_found_again() -> None:
     found = fit(start, measured)
     for name in ("swiglu_forward", "swiglu_backward", "pack"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.03), name
-    shape, rows = ExpertsShape(12, 640, 384, 2, 8), RoutingLaw.parse("zipf").rows(12, 2, 333)
+    shape, rows = ExpertsShape(24, 640, 384, 2, 8), RoutingLaw.parse("zipf").rows(24, 2, 333)
     again = alone(LayerModel(start.products, found), shape)
     expected = alone(world, shape)
     assert again.forward(shape, rows).milliseconds == pytest.approx(

@@ -21,6 +21,8 @@ FINALISTS = 8
 """Candidates that the measured mode runs."""
 _FAR = 1.15
 """Times the least prediction: what is predicted slower is not run."""
+_WIDE = 128
+"""Columns of a call that are no longer few."""
 _BUDGET_MS = 800.0
 """Of running the finalists of one shape."""
 _LEAST_SECONDS = 0.3
@@ -125,13 +127,14 @@ def relative(times: Sequence[Sequence[float]]) -> list[float]:
 def finalists(ranked: Sequence[GemmEstimate], count: int = FINALISTS) -> list[GemmEstimate]:
     """What is worth running of all candidates, best first: the best of each kind, then the second best of each.
 
-    A kind is what a core does in the same order: form, rows and depth of a call, outermost loop. The best candidates
-    are often many of one kind, which take the same time, and the model is wrong about kinds."""
+    A kind is what a core does in the same order: form, rows and depth of a call, whether its columns are few,
+    outermost loop. The best candidates are often many of one kind, which take the same time, and the model is wrong
+    about kinds."""
     kinds: dict[tuple[object, ...], list[GemmEstimate]] = {}
     for answer in ranked:
         if answer.milliseconds <= _FAR * ranked[0].milliseconds:
             c = answer.configuration
-            kinds.setdefault((c.form, c.call_rows, c.call_depth, c.order), []).append(answer)
+            kinds.setdefault((c.form, c.call_rows, c.call_depth, c.call_columns < _WIDE, c.order), []).append(answer)
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*kinds.values()))
     return [answer for answer in in_turn if answer is not None][:count]
 
