@@ -65,7 +65,7 @@ GroupedGemm::GroupedGemm(const KernelTier& tier, const GemmProblem& problem, thr
         group.activations.data = tiles.Take<BFloat16>(group.activations.size());
         group.ldc = direct ? padded : RoundUp(n, kTileColumns);
         group.c = c.Take<std::byte>((direct ? RoundUp(n, kPanelRows) : padded) * group.ldc * problem.output_bytes);
-        if (!measure) groups_.push_back(std::move(group));
+        if (!measure) groups_.push_back(group);
       }
     }
     if (!measure) break;

@@ -334,7 +334,7 @@ void KernelProbe::Turn() {
 KernelFigures KernelProbe::Figures() const {
   KernelFigures figures;
   std::vector<double> ns;
-  for (std::vector<double> turns : ns_) ns.push_back(Median(turns));
+  for (const std::vector<double>& turns : ns_) ns.push_back(Median(turns));
   figures.left_panels = tier_.left_panels;
   figures.right_panels = tier_.right_panels;
   figures.unpack_overlaps = tier_.unpack_overlaps;

@@ -1,9 +1,9 @@
 """Measures the host for `Machine.measure`.
 
-Figures of one thread are the best of many short tries, spread over a second or more: a host is never faster than itself,
-and others that use it disturb a core (its sibling, the caches, the memory) for that long. Those of several threads are
-medians: one or the other is always disturbed, and the rest waits for it. But of weights from memory a good moment's, the
-better quartile.
+Figures of one thread are the best of many short tries, spread over a second or more: a host is never faster than
+itself, and others that use it disturb a core (its sibling, the caches, the memory) for that long. Those of several
+threads are medians: one or the other is always disturbed, and the rest waits for it. But of weights from memory a good
+moment's, the better quartile.
 """
 
 from __future__ import annotations
