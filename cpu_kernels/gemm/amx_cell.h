@@ -29,8 +29,10 @@ struct AmxCell {
 
   // Registers: C in 0..3, left factors in 4 and 5, the right one in 6. No more than a step needs: two hardware threads of a
   // core share its physical tile registers, and with all eight names of both in use next to none is left to load ahead into.
+  // Not inlined, so that the loop has all general registers for itself.
   template <int NA, int NB, class Aside>
-  static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside) {
+  [[gnu::noinline]] static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate,
+                                        Aside& aside) {
     constexpr bool kLeftPasses = Aside::kPassing == Passing::kLeft, kRightPasses = Aside::kPassing == Passing::kRight;
     Tiles tiles;
     const std::int64_t c_stride = ldc * static_cast<std::int64_t>(sizeof(float));
@@ -46,25 +48,32 @@ struct AmxCell {
       if constexpr (NA == 2) tiles.template Zero<2>();
       if constexpr (NA == 2 && NB == 2) tiles.template Zero<3>();
     }
+    typename Aside::Steps steps(aside);
     for (int r = 0; r < count; ++r) {
       const CellRun& run = runs[r];
       const BFloat16 *a0 = run.a[0], *a1 = run.a[1], *b0 = run.b[0], *b1 = run.b[1];
-      for (std::int64_t k = 0; k < run.length; ++k) {
-        LoadFactor<4, kLeftPasses>(tiles, a0 + k * run.a_stride);
-        if constexpr (NA == 2 && NB == 2) LoadFactor<5, kLeftPasses>(tiles, a1 + k * run.a_stride);
-        LoadFactor<6, kRightPasses>(tiles, b0 + k * run.b_stride);
+      // In registers: the tile instructions tell the compiler that any memory may have changed.
+      const std::int64_t a_stride = run.a_stride, b_stride = run.b_stride;
+      for (std::int64_t left = run.length; left > 0; --left) {
+        LoadFactor<4, kLeftPasses>(tiles, a0);
+        if constexpr (NA == 2 && NB == 2) LoadFactor<5, kLeftPasses>(tiles, a1);
+        LoadFactor<6, kRightPasses>(tiles, b0);
         tiles.template MultiplyAdd<0, 4, 6>();
         if constexpr (NA == 2 && NB == 1) {
-          LoadFactor<4, kLeftPasses>(tiles, a1 + k * run.a_stride);
+          LoadFactor<4, kLeftPasses>(tiles, a1);
           tiles.template MultiplyAdd<2, 4, 6>();
         }
         if constexpr (NA == 2 && NB == 2) tiles.template MultiplyAdd<2, 5, 6>();
         if constexpr (NB == 2) {
-          LoadFactor<6, kRightPasses>(tiles, b1 + k * run.b_stride);
+          LoadFactor<6, kRightPasses>(tiles, b1);
           tiles.template MultiplyAdd<1, 4, 6>();
           if constexpr (NA == 2) tiles.template MultiplyAdd<3, 5, 6>();
         }
-        aside.Step();
+        a0 += a_stride;
+        b0 += b_stride;
+        if constexpr (NA == 2) a1 += a_stride;
+        if constexpr (NB == 2) b1 += b_stride;
+        steps.Next();
       }
     }
     tiles.template Store<0>(c, c_stride);

@@ -43,6 +43,7 @@ struct Avx512Bf16Cell {
 #pragma GCC unroll 3
       for (int j = 0; j < NB; ++j) sum[i][j] = accumulate ? _mm512_load_ps(c + i * ldc + 16 * j) : _mm512_setzero_ps();
     }
+    typename Aside::Steps steps(aside);
     for (int r = 0; r < count; ++r) {
       const CellRun& run = runs[r];
       for (std::int64_t k = 0; k < run.length; ++k) {
@@ -63,7 +64,7 @@ struct Avx512Bf16Cell {
             for (int j = 0; j < NB; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], left, right[j]);
           }
         }
-        if (first_row == 0) aside.Step();
+        if (first_row == 0) steps.Next();
       }
     }
 #pragma GCC unroll 8

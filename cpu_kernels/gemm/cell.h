@@ -10,8 +10,10 @@
 //   using Product = ...;  // for few_rows.h; void where the cell serves few rows as well
 //
 // with C[16 a + i][16 b + j] (+)= sum over runs, tiles, pairs p: left_a[i][p] . right_b[p][j]. Once for each tile of the
-// contraction it calls aside.Step(), which does a little of something else meanwhile: prefetch what comes next or, where the
-// vector units are idle, unpack it. Aside::kPassing says which factor is not worth a place in L1.
+// contraction it calls Next() of an Aside::Steps made of `aside`, which does a little of something else meanwhile: prefetch
+// what comes next or, where the vector units are idle, unpack it. What changes from step to step stays in registers as long as
+// Steps lives: every store beside AMX's tile loads costs it two to three cycles. Aside::kPassing says which factor is not worth
+// a place in L1.
 //
 // Included by the tier files only, inside their own namespace: everything here is compiled once for each instruction set.
 #pragma once
@@ -64,30 +66,42 @@ class LinesInTurn {
   static constexpr std::int64_t kLine = 32;  ///< elements
   static constexpr int kMost = 16;
 
-  /// @param length  of each run, elements
+  /// The way through the runs of a LinesInTurn that outlives it and is not added to meanwhile. It counts up to zero, which
+  /// needs two registers less than from zero.
+  class Walk {
+   public:
+    Walk() = default;
+    explicit Walk(const LinesInTurn& lines)
+        : ends_(lines.ends_ + lines.count_), offset_(-lines.length_ - kLine), count_(lines.count_) {}
+
+    /// Prefetches the next line. False: none is left.
+    MOESAIC_INLINE bool Prefetch() {
+      if (next_ == 0) {
+        next_ = -count_;
+        offset_ += kLine;
+      }
+      if (offset_ >= 0) return false;
+      __builtin_prefetch(ends_[next_++] + offset_, 0, 2);
+      return true;
+    }
+
+   private:
+    const BFloat16* const* ends_ = nullptr;
+    std::int64_t offset_ = 0, next_ = 0, count_ = 0;
+  };
+
+  /// @param length  of each run, elements: whole lines
   void Begin(std::int64_t length) {
-    count_ = next_ = 0;
-    offset_ = 0;
+    count_ = 0;
     length_ = length;
   }
-  void Add(const BFloat16* run) { begin_[count_++] = run; }
+  void Add(const BFloat16* run) { ends_[count_++] = run + length_; }
   int count() const { return count_; }
 
-  /// Prefetches the next line. False: none is left.
-  MOESAIC_INLINE bool Prefetch() {
-    if (next_ == count_) {
-      next_ = 0;
-      offset_ += kLine;
-    }
-    if (offset_ >= length_) return false;
-    __builtin_prefetch(begin_[next_++] + offset_, 0, 2);
-    return true;
-  }
-
  private:
-  int count_ = 0, next_ = 0;
-  std::int64_t offset_ = 0, length_ = 0;
-  const BFloat16* begin_[kMost];
+  int count_ = 0;
+  std::int64_t length_ = 0;
+  const BFloat16* ends_[kMost];
 };
 
 /// Prefetches weights and other lines, a few at each step of the contraction, so that they arrive in L2 while the cell
@@ -96,6 +110,10 @@ class Prefetcher {
  public:
   static constexpr Passing kPassing = Passing::kRight;
 
+  Prefetcher() = default;
+  Prefetcher(const Prefetcher&) = delete;
+  Prefetcher& operator=(const Prefetcher&) = delete;
+
   /// What the next `steps` bring: `first`, `then`, and other lines, which all outlive them.
   void Aim(const WeightsAhead& first, const WeightsAhead& then, const LinesAhead& others, std::int64_t steps) {
     first_ = &first;
@@ -103,30 +121,50 @@ class Prefetcher {
     others_ = &others;
     stage_ = 0;
     column_ = 0;
-    lines_.Begin(0);
+    walk_ = {};
     const std::int64_t lines = (first.tiles() + then.tiles()) * (kTileElements / LinesInTurn::kLine) + 2 * others.lines;
     lines_per_step_ = static_cast<int>(CeilDiv(lines, steps > 0 ? steps : 1));
   }
 
-  MOESAIC_INLINE void Step() {
-    for (int i = 0; i < lines_per_step_; ++i) {
-      while (!lines_.Prefetch()) {
-        if (!NextRuns()) return;
+  class Steps {
+   public:
+    MOESAIC_INLINE explicit Steps(Prefetcher& prefetcher)
+        : prefetcher_(prefetcher), walk_(prefetcher.walk_), lines_(prefetcher.lines_per_step_) {}
+    MOESAIC_INLINE ~Steps() { prefetcher_.walk_ = walk_; }
+    Steps(const Steps&) = delete;
+    Steps& operator=(const Steps&) = delete;
+
+    MOESAIC_INLINE void Next() {
+      for (int i = lines_; i > 0; --i) {
+        while (!walk_.Prefetch()) [[unlikely]] {
+          if (!prefetcher_.NextRuns()) {
+            lines_ = 0;
+            return;
+          }
+          walk_ = prefetcher_.walk_;
+        }
       }
     }
-  }
+
+   private:
+    Prefetcher& prefetcher_;
+    LinesInTurn::Walk walk_;
+    int lines_;
+  };
 
  private:
   static constexpr std::int64_t kPageTiles = 4;
   static constexpr int kEnough = 8;
   static_assert(kEnough - 1 + kMaxCellPanels * kSuperblock / kPageTiles <= LinesInTurn::kMost);
 
-  [[gnu::noinline]] bool NextRuns() {
+  /// Cold, or the walk would leave its registers for this call.
+  [[gnu::noinline, gnu::cold]] bool NextRuns() {
     for (; stage_ < 2; ++stage_, column_ = 0) {
       const WeightsAhead& ahead = stage_ == 0 ? *first_ : *then_;
       if (ahead.tiles() == 0 || column_ >= ahead.columns) continue;
       lines_.Begin(Least(ahead.columns - column_, kPageTiles) * kTileElements);
       while (column_ < ahead.columns && lines_.count() < kEnough) column_ += AddPages(ahead);
+      walk_ = LinesInTurn::Walk(lines_);
       return true;
     }
     if (stage_++ > 2 || others_->lines == 0) {
@@ -135,6 +173,7 @@ class Prefetcher {
     }
     lines_.Begin(others_->lines * LinesInTurn::kLine);
     for (const BFloat16* other : others_->begin) lines_.Add(other);
+    walk_ = LinesInTurn::Walk(lines_);
     return true;
   }
 
@@ -155,6 +194,7 @@ class Prefetcher {
   int lines_per_step_ = 0;
   std::int64_t column_ = 0;
   LinesInTurn lines_;
+  LinesInTurn::Walk walk_;
 };
 
 template <class Cell, int NA, class Aside>
@@ -194,7 +234,10 @@ inline const BFloat16* WeightTile(const TileMatrix& weights, std::int64_t panel,
 
 struct NothingAside {
   static constexpr Passing kPassing = Passing::kNone;
-  MOESAIC_INLINE void Step() {}
+  struct Steps {
+    MOESAIC_INLINE explicit Steps(NothingAside&) {}
+    MOESAIC_INLINE void Next() {}
+  };
 };
 
 /// Rows of a cell's result, rounded to bf16, to where the caller wants them. A whole line goes past the caches, where the rows

@@ -56,6 +56,7 @@ void FewRowsPanel(const FewRowsUnit* units, int count, int panel, const BFloat16
                   FewRowsSums* sums, Prefetcher& prefetcher) {
   // 16 chains of additions hide the latency of a product.
   constexpr int kGroup = kRows == 1 ? 16 : kRows == 2 ? 8 : 4;
+  Prefetcher::Steps steps(prefetcher);
   for (std::int64_t row = 0; row < kPanelRows; row += kGroup) {
     F32x16 sum[kGroup][kRows];
 #pragma GCC unroll 16
@@ -76,7 +77,7 @@ void FewRowsPanel(const FewRowsUnit* units, int count, int panel, const BFloat16
 #pragma GCC unroll 4
           for (int t = 0; t < kRows; ++t) sum[i][t] = Product::Add(sum[i][t], left, right[t]);
         }
-        prefetcher.Step();
+        steps.Next();
       }
     }
 #pragma GCC unroll 16

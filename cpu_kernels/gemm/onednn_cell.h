@@ -25,6 +25,7 @@ struct OneDnnCell {
   template <int NA, int NB, class Aside>
   static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside) {
     static const bool has_bf16 = OneDnnHasBf16();
+    typename Aside::Steps steps(aside);
     for (int r = 0; r < count; ++r) {
       for (std::int64_t k = 0; k < runs[r].length; k += kDepth) {
         const std::int64_t depth = runs[r].length - k < kDepth ? runs[r].length - k : kDepth;
@@ -34,7 +35,7 @@ struct OneDnnCell {
           Part<float, NA, NB>(runs[r], k, depth, c, ldc, accumulate);
         }
         accumulate = true;
-        for (std::int64_t i = 0; i < depth; ++i) aside.Step();
+        for (std::int64_t i = 0; i < depth; ++i) steps.Next();
       }
     }
   }

@@ -135,16 +135,22 @@ class TilesAhead {
     BeginColumn();
   }
 
+  TilesAhead(const TilesAhead&) = delete;
+  TilesAhead& operator=(const TilesAhead&) = delete;
+
   MOESAIC_INLINE void Step(std::int64_t lines) {
+    LinesInTurn::Walk walk = walk_;
     for (std::int64_t i = 0; i < lines; ++i) {
-      while (!lines_.Prefetch()) {
+      while (!walk.Prefetch()) [[unlikely]] {
         if (!NextTiles()) return;
+        walk = walk_;
       }
     }
+    walk_ = walk;
   }
 
  private:
-  [[gnu::noinline]] bool NextTiles() {
+  [[gnu::noinline, gnu::cold]] bool NextTiles() {
     lines_.Begin(kTileElements);
     while (lines_.count() < LinesInTurn::kMost && !at_.done()) {
       if (left_ == 0) {
@@ -156,7 +162,7 @@ class TilesAhead {
       const BFloat16* tile = tiles_.Next(nullptr);
       if (tile != nullptr) lines_.Add(tile);
     }
-    if (lines_.count() == 0) lines_.Begin(0);
+    walk_ = lines_.count() > 0 ? LinesInTurn::Walk(lines_) : LinesInTurn::Walk();
     return lines_.count() > 0;
   }
 
@@ -170,15 +176,15 @@ class TilesAhead {
   ColumnTiles tiles_;
   std::int64_t left_ = 0;
   LinesInTurn lines_;
+  LinesInTurn::Walk walk_;
 };
 
 /// Lays a slice of one tile column of the weights out as two panels of right tiles, `low` for its columns 0..15 and `high`
-/// for 16..31, in units of half a tile, a few at each step, and prefetches as much of what comes after it. (A share of
-/// the next two, four or eight columns instead, to read memory in longer runs, was no faster at any number of rows.)
+/// for 16..31, a tile every few steps, and prefetches as much of what comes after it. (A share of the next two, four or eight
+/// columns instead, to read memory in longer runs, was no faster at any number of rows.)
 class ColumnUnpacker {
  public:
   static constexpr Passing kPassing = Passing::kLeft;
-  static constexpr int kUnits = 2;  ///< of a tile
 
   /// @param at  nothing to do where it is done
   ColumnUnpacker(const UnpackGemmArgs& args, const ColumnOrder& at, std::int64_t steps, BFloat16* right, TilesAhead& ahead)
@@ -186,40 +192,50 @@ class ColumnUnpacker {
         ahead_(ahead),
         low_(right),
         high_(right + at.slice().size() * kTileElements),
-        units_left_(at.done() ? 0 : 2 * at.slice().size() * kUnits),
-        units_per_1024_steps_(CeilDiv(1024 * units_left_, steps > 0 ? steps : 1)) {}
+        left_(at.done() ? 0 : 2 * at.slice().size()),
+        per_1024_steps_(CeilDiv(1024 * left_, steps > 0 ? steps : 1)) {}
 
-  MOESAIC_INLINE void Step() {
-    credit_ += units_per_1024_steps_;
-    while (credit_ >= 1024 && units_left_ > 0) {
-      credit_ -= 1024;
-      Unit();
+  class Steps {
+   public:
+    MOESAIC_INLINE explicit Steps(ColumnUnpacker& unpacker)
+        : unpacker_(unpacker), credit_(unpacker.credit_), per_1024_steps_(unpacker.per_1024_steps_) {}
+    MOESAIC_INLINE ~Steps() { unpacker_.credit_ = credit_; }
+    Steps(const Steps&) = delete;
+    Steps& operator=(const Steps&) = delete;
+
+    MOESAIC_INLINE void Next() {
+      credit_ += per_1024_steps_;
+      while (credit_ >= 1024) {
+        credit_ -= 1024;
+        unpacker_.Tile();
+      }
     }
-  }
+
+   private:
+    ColumnUnpacker& unpacker_;
+    std::int64_t credit_, per_1024_steps_;
+  };
 
   void Finish() {
-    while (units_left_ > 0) Unit();
+    while (left_ > 0) Tile();
   }
 
  private:
-  MOESAIC_INLINE void Unit() {
-    constexpr std::int64_t kElements = kTileElements / kUnits;
-    if (unit_ % kUnits == 0) tile_ = tiles_.Next(decoded_);
-    const std::int64_t from = unit_ % kUnits * kElements;
-    // Two stored tiles make one right tile: 8 row pairs each.
-    const std::int64_t to = unit_ * (kElements / 2);
-    InterleaveRowPairs<kPanelRows / 2 / kUnits>(tile_ + from, low_ + to, high_ + to);
-    ahead_.Step(kElements / LinesInTurn::kLine);
-    ++unit_;
-    --units_left_;
+  /// Two stored tiles make one right tile: 8 row pairs each.
+  [[gnu::noinline]] void Tile() {
+    if (left_ == 0) return;
+    --left_;
+    InterleaveRowPairs<kPanelRows / 2>(tiles_.Next(decoded_), low_, high_);
+    low_ += kTileElements / 2;
+    high_ += kTileElements / 2;
+    ahead_.Step(kTileElements / LinesInTurn::kLine);
   }
 
   ColumnTiles tiles_;
   TilesAhead& ahead_;
   BFloat16* low_;
   BFloat16* high_;
-  std::int64_t units_left_, units_per_1024_steps_, credit_ = 0, unit_ = 0;
-  const BFloat16* tile_ = nullptr;
+  std::int64_t left_, per_1024_steps_, credit_ = 0;
   alignas(64) BFloat16 decoded_[kTileElements];
 };
 
@@ -287,6 +303,12 @@ class UnpackRing {
     for (const GemmSegment& segment : args.segments) runs += CeilDiv(segment.weights.panels, 2 * kPairs) + 1;
     return runs <= kMostRuns;
   }
+
+  struct Steps {
+    MOESAIC_INLINE explicit Steps(UnpackRing& of) : ring(of) {}
+    MOESAIC_INLINE void Next() { ring.Step(); }
+    UnpackRing& ring;
+  };
 
   MOESAIC_INLINE void Step() {
     if (left_ == 0) return;

@@ -58,6 +58,7 @@ struct WidenCell {
   static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside) {
     static_assert(NA == 1);
     alignas(64) float left[16 * kRowFloats];
+    typename Aside::Steps steps(aside);
     for (int r = 0; r < count; ++r) {
       const CellRun& run = runs[r];
       for (std::int64_t k = 0; k < run.length; k += kDepth) {
@@ -65,7 +66,7 @@ struct WidenCell {
         WidenLeft(run.a[0] + k * run.a_stride, run.a_stride, depth, left);
         Panels<NB, 0>(run, k, depth, left, c, ldc, accumulate);
         accumulate = true;
-        for (std::int64_t i = 0; i < depth; ++i) aside.Step();
+        for (std::int64_t i = 0; i < depth; ++i) steps.Next();
       }
     }
   }
