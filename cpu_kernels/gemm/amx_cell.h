@@ -51,6 +51,7 @@ struct AmxCell {
     typename Aside::Steps steps(aside);
     for (int r = 0; r < count; ++r) {
       const CellRun& run = runs[r];
+      steps.NextRun();
       const BFloat16 *a0 = run.a[0], *a1 = run.a[1], *b0 = run.b[0], *b1 = run.b[1];
       // In registers: the tile instructions tell the compiler that any memory may have changed.
       const std::int64_t a_stride = run.a_stride, b_stride = run.b_stride;

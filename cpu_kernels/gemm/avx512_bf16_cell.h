@@ -46,6 +46,7 @@ struct Avx512Bf16Cell {
     typename Aside::Steps steps(aside);
     for (int r = 0; r < count; ++r) {
       const CellRun& run = runs[r];
+      if (first_row == 0) steps.NextRun();
       for (std::int64_t k = 0; k < run.length; ++k) {
         const BFloat16* a = run.a[0] + k * run.a_stride + 32 * first_row;
         const BFloat16* b[NB];

@@ -134,6 +134,7 @@ class Prefetcher {
     Steps(const Steps&) = delete;
     Steps& operator=(const Steps&) = delete;
 
+    MOESAIC_INLINE void NextRun() {}
     MOESAIC_INLINE void Next() {
       for (int i = lines_; i > 0; --i) {
         while (!walk_.Prefetch()) [[unlikely]] {
@@ -236,6 +237,7 @@ struct NothingAside {
   static constexpr Passing kPassing = Passing::kNone;
   struct Steps {
     MOESAIC_INLINE explicit Steps(NothingAside&) {}
+    MOESAIC_INLINE void NextRun() {}
     MOESAIC_INLINE void Next() {}
   };
 };

@@ -27,6 +27,7 @@ struct OneDnnCell {
     static const bool has_bf16 = OneDnnHasBf16();
     typename Aside::Steps steps(aside);
     for (int r = 0; r < count; ++r) {
+      steps.NextRun();
       for (std::int64_t k = 0; k < runs[r].length; k += kDepth) {
         const std::int64_t depth = runs[r].length - k < kDepth ? runs[r].length - k : kDepth;
         if (has_bf16) {

@@ -2,6 +2,7 @@
 // time.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -180,40 +181,27 @@ class TilesAhead {
 };
 
 /// Lays a slice of one tile column of the weights out as two panels of right tiles, `low` for its columns 0..15 and `high`
-/// for 16..31, a tile every few steps, and prefetches as much of what comes after it. (A share of the next two, four or eight
-/// columns instead, to read memory in longer runs, was no faster at any number of rows.)
+/// for 16..31, a tile now and then between the runs of other cells, and prefetches as much of what comes after it. (A share of
+/// the next two, four or eight columns instead, to read memory in longer runs, was no faster at any number of rows.)
 class ColumnUnpacker {
  public:
   static constexpr Passing kPassing = Passing::kLeft;
 
   /// @param at  nothing to do where it is done
-  ColumnUnpacker(const UnpackGemmArgs& args, const ColumnOrder& at, std::int64_t steps, BFloat16* right, TilesAhead& ahead)
+  /// @param runs  of the cells meanwhile
+  ColumnUnpacker(const UnpackGemmArgs& args, const ColumnOrder& at, std::int64_t runs, BFloat16* right, TilesAhead& ahead)
       : tiles_(args, at),
         ahead_(ahead),
         low_(right),
         high_(right + at.slice().size() * kTileElements),
         left_(at.done() ? 0 : 2 * at.slice().size()),
-        per_1024_steps_(CeilDiv(1024 * left_, steps > 0 ? steps : 1)) {}
+        per_1024_runs_(CeilDiv(1024 * left_, runs)) {}
 
-  class Steps {
-   public:
-    MOESAIC_INLINE explicit Steps(ColumnUnpacker& unpacker)
-        : unpacker_(unpacker), credit_(unpacker.credit_), per_1024_steps_(unpacker.per_1024_steps_) {}
-    MOESAIC_INLINE ~Steps() { unpacker_.credit_ = credit_; }
-    Steps(const Steps&) = delete;
-    Steps& operator=(const Steps&) = delete;
-
-    MOESAIC_INLINE void Next() {
-      credit_ += per_1024_steps_;
-      while (credit_ >= 1024) {
-        credit_ -= 1024;
-        unpacker_.Tile();
-      }
-    }
-
-   private:
-    ColumnUnpacker& unpacker_;
-    std::int64_t credit_, per_1024_steps_;
+  struct Steps {
+    MOESAIC_INLINE explicit Steps(ColumnUnpacker& unpacker) : unpacker(unpacker) {}
+    MOESAIC_INLINE void NextRun() { unpacker.NextRun(); }
+    MOESAIC_INLINE void Next() {}
+    ColumnUnpacker& unpacker;
   };
 
   void Finish() {
@@ -221,13 +209,17 @@ class ColumnUnpacker {
   }
 
  private:
+  void NextRun() {
+    credit_ += per_1024_runs_;
+    for (; credit_ >= 1024 && left_ > 0; credit_ -= 1024) Tile();
+  }
+
   /// Two stored tiles make one right tile: 8 row pairs each.
   [[gnu::noinline]] void Tile() {
-    if (left_ == 0) return;
-    --left_;
     InterleaveRowPairs<kPanelRows / 2>(tiles_.Next(decoded_), low_, high_);
     low_ += kTileElements / 2;
     high_ += kTileElements / 2;
+    --left_;
     ahead_.Step(kTileElements / LinesInTurn::kLine);
   }
 
@@ -235,9 +227,12 @@ class ColumnUnpacker {
   TilesAhead& ahead_;
   BFloat16* low_;
   BFloat16* high_;
-  std::int64_t left_, per_1024_steps_, credit_ = 0;
+  std::int64_t left_, per_1024_runs_, credit_ = 0;
   alignas(64) BFloat16 decoded_[kTileElements];
 };
+
+/// Runs of a cell of the unpack form, at most, and one more for each segment.
+inline constexpr std::int64_t kMostUnpackRuns = 16, kMostSegments = 8;
 
 /// Left panels of a cell of the unpack form: a slice's two right panels that stay in L1 meet them one by one.
 template <class Cell>
@@ -245,39 +240,110 @@ int UnpackPanels(const ColumnOrder& at) {
   return Cell::kSliceTiles > 0 && at.depth() <= Cell::kSliceTiles ? 1 : Cell::kMaxA;
 }
 
+/// Rows of C on their way to where the caller wants them: those of one cell, written while the next one computes, some at each
+/// step, or behind the last one. (Loads right behind the tile stores wait for these, and many streamed lines at once for each
+/// other: a tenth of all products.)
+template <class Aside>
+class RowsBehind {
+ public:
+  static constexpr Passing kPassing = Aside::kPassing;
+
+  /// @param column  of C, elements, where the rows begin
+  /// @param steps  of a cell
+  RowsBehind(Aside& aside, std::int64_t column, std::int64_t steps) : aside_(aside), column_(column), steps_(steps) {}
+
+  /// Rows of the cell that was computed last. Those of the one before have been written.
+  void Begin(const float* c, std::int64_t ldc, std::int64_t rows, BFloat16* const* out) {
+    c_ = c;
+    ldc_ = ldc;
+    out_ = out;
+    left_ = rows;
+    per_step_ = CeilDiv(rows, steps_);
+  }
+
+  void Finish() { ScatterRows(c_, ldc_, static_cast<int>(std::exchange(left_, 0)), kTileColumns, out_, column_); }
+
+  class Steps {
+   public:
+    MOESAIC_INLINE explicit Steps(RowsBehind& rows)
+        : rows_(rows), aside_(rows.aside_), c_(rows.c_), out_(rows.out_), ldc_(rows.ldc_), left_(rows.left_) {}
+    MOESAIC_INLINE ~Steps() {
+      rows_.c_ = c_;
+      rows_.out_ = out_;
+      rows_.left_ = left_;
+    }
+    Steps(const Steps&) = delete;
+    Steps& operator=(const Steps&) = delete;
+
+    MOESAIC_INLINE void NextRun() { aside_.NextRun(); }
+    MOESAIC_INLINE void Next() {
+      aside_.Next();
+      const std::int64_t rows = left_ < rows_.per_step_ ? left_ : rows_.per_step_;
+      for (std::int64_t i = 0; i < rows; ++i, c_ += ldc_, ++out_) ScatterRows(c_, 0, 1, kTileColumns, out_, rows_.column_);
+      left_ -= rows;
+    }
+
+   private:
+    RowsBehind& rows_;
+    typename Aside::Steps aside_;
+    const float* c_;
+    BFloat16* const* out_;
+    std::int64_t ldc_, left_;
+  };
+
+ private:
+  Aside& aside_;
+  std::int64_t column_, steps_, per_step_ = 0;
+  const float* c_ = nullptr;
+  BFloat16* const* out_ = nullptr;
+  std::int64_t ldc_ = 0, left_ = 0;
+};
+
 /// A slice of one tile column of C from its unpacked right panels, all rows.
+/// @param run_length  steps between two calls of the aside's NextRun, at most
 template <class Cell, class Aside>
-void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const BFloat16* right, Aside& aside) {
+void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const BFloat16* right, std::int64_t run_length,
+                    Aside& aside) {
   static_assert(Cell::kMaxB >= 2);
   const Slice& slice = at.slice();
-  const bool to_rows = args.rows != nullptr && at.last_slice();
-  const std::int64_t offset = args.rows != nullptr ? at.offset() : at.column() - args.first_column;
-  CellRun runs[8];
   const int na_most = UnpackPanels<Cell>(at);
+  CellRun runs[kMostUnpackRuns + kMostSegments];
+  int count = 0;
+  std::int64_t first = 0;
+  for (const GemmSegment& segment : args.segments) {
+    const std::int64_t last = first + CeilDiv(segment.weights.panels, 2), end = last < slice.end ? last : slice.end;
+    for (std::int64_t k = first > slice.begin ? first : slice.begin; k < end; k += run_length) {
+      CellRun& run = runs[count++];
+      run.length = Least(run_length, end - k);
+      run.a_stride = segment.activations.column_stride * kTileElements;
+      run.b_stride = kTileElements;
+      for (int a = 0; a < na_most; ++a) run.a[a] = segment.activations.Tile(args.first_panel + a, k - first);
+      for (int b = 0; b < 2; ++b) run.b[b] = right + (b * slice.size() + k - slice.begin) * kTileElements;
+    }
+    first = last;
+  }
+  const bool to_rows = args.rows != nullptr && at.last_slice(), in_c = args.rows == nullptr || at.sliced();
+  const bool accumulate = args.accumulate || slice.begin > 0;
+  const std::int64_t offset = args.rows != nullptr ? at.offset() : at.column() - args.first_column;
+  const std::int64_t ldc = in_c ? args.ldc : kTileColumns;
+  // Where C keeps no sums: those of this cell, and of the one before, on their way to the rows.
+  alignas(64) float blocks[2][Cell::kMaxA * kPanelRows * kTileColumns];
+  RowsBehind<Aside> behind(aside, at.column() * kTileColumns, slice.size());
   for (std::int64_t p = 0; p < args.panels; p += na_most) {
     const int na = Least(na_most, args.panels - p);
-    int count = 0;
-    std::int64_t first = 0;
-    for (const GemmSegment& segment : args.segments) {
-      const std::int64_t begin = first > slice.begin ? first : slice.begin;
-      const std::int64_t last = first + CeilDiv(segment.weights.panels, 2), end = last < slice.end ? last : slice.end;
-      if (begin < end) {
-        CellRun& run = runs[count++];
-        run.length = end - begin;
-        run.a_stride = segment.activations.column_stride * kTileElements;
-        run.b_stride = kTileElements;
-        for (int a = 0; a < na; ++a) run.a[a] = segment.activations.Tile(args.first_panel + p + a, begin - first);
-        for (int b = 0; b < 2; ++b) run.b[b] = right + (b * slice.size() + begin - slice.begin) * kTileElements;
-      }
-      first = last;
+    float* c = in_c ? args.c + p * kPanelRows * ldc + offset * kTileColumns : blocks[p / na_most % 2];
+    if (to_rows) {
+      Compute<Cell>(na, 2, runs, count, c, ldc, accumulate, behind);
+      behind.Finish();
+      behind.Begin(c, ldc, na * kPanelRows, args.rows + p * kPanelRows);
+    } else {
+      Compute<Cell>(na, 2, runs, count, c, ldc, accumulate, aside);
     }
-    alignas(64) float block[Cell::kMaxA * kPanelRows * kTileColumns];
-    const bool in_c = args.rows == nullptr || at.sliced();
-    float* c = in_c ? args.c + p * kPanelRows * args.ldc + offset * kTileColumns : block;
-    const std::int64_t ldc = in_c ? args.ldc : kTileColumns;
-    Compute<Cell>(na, 2, runs, count, c, ldc, args.accumulate || slice.begin > 0, aside);
-    if (to_rows) ScatterRows(c, ldc, na * 16, 32, args.rows + p * kPanelRows, at.column() * kTileColumns);
+    for (int r = 0; r < count; ++r) {
+      for (int a = 0; a < na_most; ++a) runs[r].a[a] += na_most * kTileElements;
+    }
   }
+  behind.Finish();
 }
 
 /// Right tiles on their way through L1, for activations that one cell takes whole: each pair of them, low and high, is unpacked
@@ -305,7 +371,8 @@ class UnpackRing {
   }
 
   struct Steps {
-    MOESAIC_INLINE explicit Steps(UnpackRing& of) : ring(of) {}
+    MOESAIC_INLINE explicit Steps(UnpackRing& ring) : ring(ring) {}
+    MOESAIC_INLINE void NextRun() {}
     MOESAIC_INLINE void Next() { ring.Step(); }
     UnpackRing& ring;
   };
@@ -401,13 +468,17 @@ void UnpackGemm(const UnpackGemmArgs& args) {
   TilesAhead tiles_ahead(args, next);
   ColumnUnpacker(args, now, 1, right, tiles_ahead).Finish();
   for (; !now.done(); now = next, next.Next(), std::swap(right, next_right)) {
-    const std::int64_t passes = CeilDiv(args.panels, UnpackPanels<Cell>(now));
-    ColumnUnpacker unpacker(args, next, now.slice().size() * passes, next_right, tiles_ahead);
+    // One or two tiles beside each cell: before its only run. With few panels there are more, each between two runs.
+    const std::int64_t steps = now.slice().size(), passes = CeilDiv(args.panels, UnpackPanels<Cell>(now));
+    const std::int64_t tiles = next.done() ? 0 : 2 * next.slice().size();
+    const std::int64_t run_length =
+        tiles <= 2 * passes ? steps : std::max(steps * passes / tiles, CeilDiv(steps, kMostUnpackRuns));
+    ColumnUnpacker unpacker(args, next, passes * CeilDiv(steps, run_length), next_right, tiles_ahead);
     if constexpr (Cell::kVectorsIdle) {
-      UnpackedColumn<Cell>(args, now, right, unpacker);
+      UnpackedColumn<Cell>(args, now, right, run_length, unpacker);
     } else {
       NothingAside nothing;
-      UnpackedColumn<Cell>(args, now, right, nothing);
+      UnpackedColumn<Cell>(args, now, right, steps, nothing);
     }
     unpacker.Finish();
   }

@@ -61,6 +61,7 @@ struct WidenCell {
     typename Aside::Steps steps(aside);
     for (int r = 0; r < count; ++r) {
       const CellRun& run = runs[r];
+      steps.NextRun();
       for (std::int64_t k = 0; k < run.length; k += kDepth) {
         const std::int64_t depth = run.length - k < kDepth ? run.length - k : kDepth;
         WidenLeft(run.a[0] + k * run.a_stride, run.a_stride, depth, left);
