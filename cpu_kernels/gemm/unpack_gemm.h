@@ -2,7 +2,6 @@
 // time.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -195,7 +194,7 @@ class ColumnUnpacker {
         low_(right),
         high_(right + at.slice().size() * kTileElements),
         left_(at.done() ? 0 : 2 * at.slice().size()),
-        per_1024_runs_(CeilDiv(1024 * left_, runs)) {}
+        per_1024_runs_(CeilDiv(1024 * left_, runs > 0 ? runs : 1)) {}
 
   struct Steps {
     MOESAIC_INLINE explicit Steps(ColumnUnpacker& unpacker) : unpacker(unpacker) {}
@@ -240,9 +239,9 @@ int UnpackPanels(const ColumnOrder& at) {
   return Cell::kSliceTiles > 0 && at.depth() <= Cell::kSliceTiles ? 1 : Cell::kMaxA;
 }
 
-/// Rows of C on their way to where the caller wants them: those of one cell, written while the next one computes, some at each
-/// step, or behind the last one. (Loads right behind the tile stores wait for these, and many streamed lines at once for each
-/// other: a tenth of all products.)
+/// Rows of C on their way to where the caller wants them, where the vector units are idle: those of one cell, written while the
+/// next one computes, some at each step, or behind the last one. (Loads right behind the tile stores wait for these, and many
+/// streamed lines at once for each other: a tenth of all products.)
 template <class Aside>
 class RowsBehind {
  public:
@@ -261,7 +260,10 @@ class RowsBehind {
     per_step_ = CeilDiv(rows, steps_);
   }
 
-  void Finish() { ScatterRows(c_, ldc_, static_cast<int>(std::exchange(left_, 0)), kTileColumns, out_, column_); }
+  void Finish() {
+    ScatterRows(c_, ldc_, static_cast<int>(left_), kTileColumns, out_, column_);
+    left_ = 0;
+  }
 
   class Steps {
    public:
@@ -332,12 +334,15 @@ void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const BFl
   for (std::int64_t p = 0; p < args.panels; p += na_most) {
     const int na = Least(na_most, args.panels - p);
     float* c = in_c ? args.c + p * kPanelRows * ldc + offset * kTileColumns : blocks[p / na_most % 2];
-    if (to_rows) {
+    if (!to_rows) {
+      Compute<Cell>(na, 2, runs, count, c, ldc, accumulate, aside);
+    } else if constexpr (Cell::kVectorsIdle) {
       Compute<Cell>(na, 2, runs, count, c, ldc, accumulate, behind);
       behind.Finish();
       behind.Begin(c, ldc, na * kPanelRows, args.rows + p * kPanelRows);
     } else {
       Compute<Cell>(na, 2, runs, count, c, ldc, accumulate, aside);
+      ScatterRows(c, ldc, na * kPanelRows, kTileColumns, args.rows + p * kPanelRows, at.column() * kTileColumns);
     }
     for (int r = 0; r < count; ++r) {
       for (int a = 0; a < na_most; ++a) runs[r].a[a] += na_most * kTileElements;
@@ -470,9 +475,9 @@ void UnpackGemm(const UnpackGemmArgs& args) {
   for (; !now.done(); now = next, next.Next(), std::swap(right, next_right)) {
     // One or two tiles beside each cell: before its only run. With few panels there are more, each between two runs.
     const std::int64_t steps = now.slice().size(), passes = CeilDiv(args.panels, UnpackPanels<Cell>(now));
-    const std::int64_t tiles = next.done() ? 0 : 2 * next.slice().size();
-    const std::int64_t run_length =
-        tiles <= 2 * passes ? steps : std::max(steps * passes / tiles, CeilDiv(steps, kMostUnpackRuns));
+    const std::int64_t tiles = next.done() ? 0 : 2 * next.slice().size(), shortest = CeilDiv(steps, kMostUnpackRuns);
+    std::int64_t run_length = tiles > 2 * passes ? steps * passes / tiles : steps;
+    if (run_length < shortest) run_length = shortest;
     ColumnUnpacker unpacker(args, next, passes * CeilDiv(steps, run_length), next_right, tiles_ahead);
     if constexpr (Cell::kVectorsIdle) {
       UnpackedColumn<Cell>(args, now, right, run_length, unpacker);
