@@ -9,11 +9,11 @@
 //   static constexpr std::int64_t kSliceTiles;  // see direct_gemm.h; 0: contractions are not cut
 //   using Product = ...;  // for few_rows.h; void where the cell serves few rows as well
 //
-// with C[16 a + i][16 b + j] (+)= sum over runs, tiles, pairs p: left_a[i][p] . right_b[p][j]. Once for each tile of the
-// contraction it calls Next() of an Aside::Steps made of `aside`, which does a little of something else meanwhile: prefetch
-// what comes next or, where the vector units are idle, unpack it. What changes from step to step stays in registers as long as
-// Steps lives: every store beside AMX's tile loads costs it two to three cycles. Aside::kPassing says which factor is not worth
-// a place in L1.
+// with C[16 a + i][16 b + j] (+)= sum over runs, tiles, pairs p: left_a[i][p] . right_b[p][j]. It makes an Aside::Steps of
+// `aside` and calls its NextRun() before each run and its Next() once for each tile of the contraction: these do a little of
+// something else meanwhile, prefetch what comes next or, where the vector units are idle, unpack it or write rows of results.
+// What changes from step to step stays in registers as long as Steps lives: every store beside AMX's tile loads costs it two to
+// four cycles. Aside::kPassing says which factor is not worth a place in L1.
 //
 // Included by the tier files only, inside their own namespace: everything here is compiled once for each instruction set.
 #pragma once

@@ -36,8 +36,9 @@ class GroupedGemm {
  public:
   /// @param problem  its groups are taken in their order; its weights are bf16
   /// @param pool     must outlive this
-  /// @param far      each pass takes the next weights of these; null, or fewer than it needs: weights of its own, always the
-  /// same Throws std::invalid_argument for an empty problem, std::bad_alloc.
+  /// @param far      each pass takes the next weights of these; null, or fewer than it needs: weights of its own
+  ///
+  /// Throws std::invalid_argument for an empty problem, std::bad_alloc.
   GroupedGemm(const KernelTier& tier, const GemmProblem& problem, threadpool::Pool& pool,
               std::shared_ptr<FarWeights> far = nullptr);
 
