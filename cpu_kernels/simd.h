@@ -116,13 +116,21 @@ MOESAIC_INLINE void StoreF32Part(float* p, F32x16 v, std::int64_t n) {
 #endif
 }
 MOESAIC_INLINE F32x16 LoadBf16Part(const BFloat16* p, std::int64_t n) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  return Widen((U16x16)_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p));
+#else
   U16x16 bits{};
   std::memcpy(&bits, p, static_cast<std::size_t>(n) * sizeof(BFloat16));
   return Widen(bits);
+#endif
 }
 MOESAIC_INLINE void StoreBf16Part(BFloat16* p, F32x16 v, std::int64_t n) {
   const U16x16 bits = NarrowToBf16(v);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << n) - 1), (__m256i)bits);
+#else
   std::memcpy(p, &bits, static_cast<std::size_t>(n) * sizeof(BFloat16));
+#endif
 }
 
 using U16x32 = std::uint16_t __attribute__((vector_size(64)));

@@ -21,9 +21,14 @@ MOESAIC_INLINE void NarrowTileRow(const float* from, BFloat16* out) {
 #endif
 }
 
+/// Whether rows need neither rounding nor scaling.
+MOESAIC_INLINE bool AreTileRows(const PackRowsArgs& args) {
+  return args.dtype == DType::kBFloat16 && args.row_scale == nullptr && args.column_scale == nullptr && !args.repeat;
+}
+
 /// 32 columns of one row, scaled and rounded, in order.
 MOESAIC_INLINE void LoadTileRow(const PackRowsArgs& args, std::int64_t row, std::int64_t column, BFloat16* out) {
-  const void* source = args.rows[row];
+  const void* source = row < args.count ? args.rows[row] : nullptr;
   const std::int64_t n = args.columns - column < kTileColumns ? args.columns - column : kTileColumns;
   if (source == nullptr || n <= 0) {
     std::memset(out, 0, kTileColumns * sizeof(BFloat16));
@@ -31,13 +36,8 @@ MOESAIC_INLINE void LoadTileRow(const PackRowsArgs& args, std::int64_t row, std:
   }
   const bool scaled = args.row_scale != nullptr || args.column_scale != nullptr;
   if (args.dtype == DType::kBFloat16 && !scaled) {
-    const BFloat16* from = static_cast<const BFloat16*>(source) + column;
-    if (n == kTileColumns) {
-      std::memcpy(out, from, kTileColumns * sizeof(BFloat16));
-    } else {
-      std::memset(out, 0, kTileColumns * sizeof(BFloat16));
-      std::memcpy(out, from, static_cast<std::size_t>(n) * sizeof(BFloat16));
-    }
+    std::memset(out, 0, kTileColumns * sizeof(BFloat16));
+    std::memcpy(out, static_cast<const BFloat16*>(source) + column, static_cast<std::size_t>(n) * sizeof(BFloat16));
     return;
   }
   if (args.dtype == DType::kFloat32 && !scaled && n == kTileColumns) {
@@ -63,12 +63,25 @@ MOESAIC_INLINE void LoadTileRow(const PackRowsArgs& args, std::int64_t row, std:
   StoreBf16(out + 16, LoadF32(values + 16));
 }
 
+/// Where the 32 columns of a row lie in order: in the tensor, or in `copy`.
+MOESAIC_INLINE const BFloat16* TileRow(const PackRowsArgs& args, std::int64_t row, std::int64_t column, BFloat16* copy) {
+  if (AreTileRows(args) && row < args.count && args.rows[row] != nullptr && column + kTileColumns <= args.columns) {
+    return static_cast<const BFloat16*>(args.rows[row]) + column;
+  }
+  LoadTileRow(args, row, column, copy);
+  if (args.repeat) std::memcpy(copy + 16, copy, 16 * sizeof(BFloat16));
+  return copy;
+}
+
 /// The permutation of a stored tile's row: 8-byte groups 0..7 go to 0, 2, 4, 6, 1, 3, 5, 7.
+#if defined(__AVX512F__)
+MOESAIC_INLINE __m512i LoadPermuted(const BFloat16* row) {
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), _mm512_loadu_si512(row));
+}
+#endif
 MOESAIC_INLINE void PermuteTileRow(const BFloat16* in, BFloat16* out) {
 #if defined(__AVX512F__)
-  // One store of the whole row: the vector load that follows cannot be served from two halves still on their way.
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm512_storeu_si512(out, _mm512_permutexvar_epi64(order, _mm512_loadu_si512(in)));
+  _mm512_storeu_si512(out, LoadPermuted(in));
 #else
   using U64x4 = std::uint64_t __attribute__((vector_size(32)));
   U64x4 half[2], to[2];
@@ -76,6 +89,57 @@ MOESAIC_INLINE void PermuteTileRow(const BFloat16* in, BFloat16* out) {
   to[0] = __builtin_shufflevector(half[0], half[1], 0, 4, 1, 5);
   to[1] = __builtin_shufflevector(half[0], half[1], 2, 6, 3, 7);
   std::memcpy(out, to, sizeof(to));
+#endif
+}
+
+/// Sixteen rows as a tile of pairs.
+MOESAIC_INLINE void PairsOfRows(const BFloat16* const* rows, BFloat16* out) {
+#if defined(__AVX512F__)
+  // Lane by lane, with what its row group's four rows give to it side by side: half the shuffles of Transpose16x16, and none
+  // for the permutation, which only says where a line goes.
+#pragma GCC unroll 4
+  for (int lane = 0; lane < 4; ++lane) {
+    __m512i four[4];
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      const auto part = [&](int group) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[4 * group + q] + 8 * lane));
+      };
+      four[q] = _mm512_castsi128_si512(part(0));
+      four[q] = _mm512_inserti32x4(four[q], part(1), 1);
+      four[q] = _mm512_inserti32x4(four[q], part(2), 2);
+      four[q] = _mm512_inserti32x4(four[q], part(3), 3);
+    }
+    const __m512i low[2] = {_mm512_unpacklo_epi32(four[0], four[1]), _mm512_unpacklo_epi32(four[2], four[3])};
+    const __m512i high[2] = {_mm512_unpackhi_epi32(four[0], four[1]), _mm512_unpackhi_epi32(four[2], four[3])};
+    // Pairs 4 lane to 4 lane + 3 of the row in order.
+    BFloat16* to = out + StoredPosition(8 * lane) / 2 * 32;
+    BFloat16* next = out + StoredPosition(8 * lane + 4) / 2 * 32;
+    _mm512_store_si512(to, _mm512_unpacklo_epi64(low[0], low[1]));
+    _mm512_store_si512(to + 32, _mm512_unpackhi_epi64(low[0], low[1]));
+    _mm512_store_si512(next, _mm512_unpacklo_epi64(high[0], high[1]));
+    _mm512_store_si512(next + 32, _mm512_unpackhi_epi64(high[0], high[1]));
+  }
+#else
+  alignas(64) BFloat16 stored[kTileElements];
+  for (int i = 0; i < kPanelRows; ++i) PermuteTileRow(rows[i], stored + i * kTileColumns);
+  Transpose16x16(stored, out);
+#endif
+}
+
+/// Sixteen rows as half of two tiles of row pairs.
+MOESAIC_INLINE void RowPairsOfRows(const BFloat16* const* rows, BFloat16* low, BFloat16* high) {
+#if defined(__AVX512BW__)
+#pragma GCC unroll 8
+  for (int p = 0; p < kPanelRows / 2; ++p) {
+    const __m512i first = LoadPermuted(rows[2 * p]), second = LoadPermuted(rows[2 * p + 1]);
+    _mm512_store_si512(low + 32 * p, _mm512_unpacklo_epi16(first, second));
+    _mm512_store_si512(high + 32 * p, _mm512_unpackhi_epi16(first, second));
+  }
+#else
+  alignas(64) BFloat16 stored[kTileElements];
+  for (int i = 0; i < kPanelRows; ++i) PermuteTileRow(rows[i], stored + i * kTileColumns);
+  InterleaveRowPairs<kPanelRows / 2>(stored, low, high);
 #endif
 }
 
@@ -92,32 +156,31 @@ MOESAIC_INLINE void Prefetch(const PackRowsArgs& args, std::int64_t row, std::in
 }
 
 inline void PackRows(const PackRowsArgs& args) {
+  const std::int64_t end_column = args.first_column + args.tile_columns;
+  if (args.tile_columns <= 0) return;
+  std::int64_t ahead_row = kPrefetchTiles / args.tile_columns * kPanelRows,
+               ahead_column = args.first_column + kPrefetchTiles % args.tile_columns;
   for (std::int64_t panel = 0; panel < args.panels; ++panel) {
     const std::int64_t target = args.first_panel + panel;
-    for (std::int64_t k = args.first_column; k < args.first_column + args.tile_columns; ++k) {
-      alignas(64) BFloat16 rows[kTileElements];
-      alignas(64) BFloat16 permuted[kTileElements];
-      const std::int64_t ahead = k - args.first_column + kPrefetchTiles;
+    for (std::int64_t k = args.first_column; k < end_column; ++k) {
+      alignas(64) BFloat16 copies[kTileElements];
+      const BFloat16* rows[kPanelRows];
       for (std::int64_t i = 0; i < kPanelRows; ++i) {
-        const std::int64_t row = panel * kPanelRows + i;
-        if (row < args.count) {
-          LoadTileRow(args, row, k * kTileColumns, rows + i * kTileColumns);
-          if (args.repeat) std::memcpy(rows + i * kTileColumns + 16, rows + i * kTileColumns, 16 * sizeof(BFloat16));
-          Prefetch(args, row + ahead / args.tile_columns * kPanelRows,
-                   (args.first_column + ahead % args.tile_columns) * kTileColumns);
-        } else {
-          std::memset(rows + i * kTileColumns, 0, kTileColumns * sizeof(BFloat16));
-        }
+        rows[i] = TileRow(args, panel * kPanelRows + i, k * kTileColumns, copies + i * kTileColumns);
+        Prefetch(args, ahead_row + i, ahead_column * kTileColumns);
       }
-      if (args.operand.data != nullptr) std::memcpy(args.operand.Tile(target, k), rows, sizeof(rows));
-      if (args.stored.data == nullptr && args.pairs.data == nullptr && args.row_pairs.data == nullptr) continue;
-      BFloat16* stored = args.stored.data != nullptr ? args.stored.Tile(target, k) : permuted;
-      for (int i = 0; i < kPanelRows; ++i) PermuteTileRow(rows + i * kTileColumns, stored + i * kTileColumns);
-      if (args.pairs.data != nullptr) Transpose16x16(stored, args.pairs.Tile(target, k));
+      if (++ahead_column == end_column) {
+        ahead_column = args.first_column;
+        ahead_row += kPanelRows;
+      }
+      for (std::int64_t i = 0; i < kPanelRows; ++i) {
+        if (args.operand.data != nullptr) std::memcpy(args.operand.Tile(target, k) + i * kTileColumns, rows[i], 64);
+        if (args.stored.data != nullptr) PermuteTileRow(rows[i], args.stored.Tile(target, k) + i * kTileColumns);
+      }
+      if (args.pairs.data != nullptr) PairsOfRows(rows, args.pairs.Tile(target, k));
       if (args.row_pairs.data != nullptr) {
         const std::int64_t half = target % 2 * (kTileElements / 2);
-        InterleaveRowPairs<kPanelRows / 2>(stored, args.row_pairs.Tile(2 * k, target / 2) + half,
-                                           args.row_pairs.Tile(2 * k + 1, target / 2) + half);
+        RowPairsOfRows(rows, args.row_pairs.Tile(2 * k, target / 2) + half, args.row_pairs.Tile(2 * k + 1, target / 2) + half);
       }
     }
   }

@@ -98,11 +98,31 @@ inline void SwigluForward(const SwigluForwardArgs& args) {
   if (args.saved_gate != nullptr) StreamFence();
 }
 
-/// Rows i and i + 1 of an operand matrix [32][tokens], 16 tokens from t on.
+/// Row i of an operand matrix [32][tokens], 16 tokens from t on.
+MOESAIC_INLINE BFloat16* TransposedRow(const TileMatrix& out, std::int64_t i, std::int64_t t) {
+  return out.Tile(i / kPanelRows, t / kTileColumns) + i % kPanelRows * kTileColumns + t % kTileColumns;
+}
+
+/// Rows i and i + 1.
 MOESAIC_INLINE void StoreTransposed(const TileMatrix& out, std::int64_t i, std::int64_t t, const RowPair& pair) {
-  BFloat16* row = out.Tile(i / kPanelRows, t / kTileColumns) + i % kPanelRows * kTileColumns + t % kTileColumns;
+  BFloat16* row = TransposedRow(out, i, t);
   StoreBf16(row, pair.row[0]);
   StoreBf16(row + kTileColumns, pair.row[1]);
+}
+
+/// Sixteen tokens that there are none of.
+inline void ZeroTokens(const SwigluBackwardArgs& args, std::int64_t t) {
+  const TileMatrix* const tiles[] = {&args.d_gate, &args.d_up, &args.z};
+  for (const TileMatrix* out : tiles) {
+    if (out->data != nullptr) std::memset(out->Tile(t / kPanelRows, args.block), 0, kTileElements * sizeof(BFloat16));
+  }
+  const TileMatrix* const transposed[] = {&args.d_gate_t, &args.d_up_t, &args.z_t};
+  for (const TileMatrix* out : transposed) {
+    if (out->data == nullptr) continue;
+    for (std::int64_t i = 0; i < kTileColumns; ++i) {
+      std::memset(TransposedRow(*out, i, t), 0, kPanelRows * sizeof(BFloat16));
+    }
+  }
 }
 
 /// The gradients of 2 x 16 numbers; all zero where nothing is valid.
@@ -113,7 +133,7 @@ struct SwigluGrad {
 MOESAIC_INLINE SwigluGrad SwigluPair(const SwigluBackwardArgs& args, std::int64_t i, std::int64_t t, F32x16 weight,
                                      F32x16& d_weight) {
   SwigluGrad grad{};
-  if (i >= args.rows || t >= args.tokens) return grad;
+  if (i >= args.rows) return grad;
   const PairAt at(i, args.rows, t, args.tokens);
   const RowPair d_z = LoadSums(args.d_z + i * args.ld + t, args.ld, at.valid);
   const RowPair gate = LoadSaved(args.saved_gate + at.saved, at.valid);
@@ -139,13 +159,17 @@ MOESAIC_INLINE SwigluGrad SwigluPair(const SwigluBackwardArgs& args, std::int64_
 
 inline void SwigluBackward(const SwigluBackwardArgs& args) {
   for (std::int64_t t = 0; t < args.d_gate.panels * kPanelRows; t += kPanelRows) {
+    if (t >= args.tokens) {
+      ZeroTokens(args, t);
+      continue;
+    }
     alignas(64) BFloat16 gate_pairs[kTileElements];
     alignas(64) BFloat16 up_pairs[kTileElements];
     alignas(64) BFloat16 z_pairs[kTileElements];
     F32x16 d_weight{};
     float weights[16] = {};
     const std::int64_t valid = args.tokens - t < 16 ? args.tokens - t : 16;
-    if (valid > 0) std::memcpy(weights, args.routing_weight + t, static_cast<std::size_t>(valid) * sizeof(float));
+    std::memcpy(weights, args.routing_weight + t, static_cast<std::size_t>(valid) * sizeof(float));
     const F32x16 weight = LoadF32(weights);
     for (std::int64_t i = 0; i < 32; i += 2) {
       const SwigluGrad grad = SwigluPair(args, i, t, weight, d_weight);
@@ -161,7 +185,7 @@ inline void SwigluBackward(const SwigluBackwardArgs& args) {
     Transpose16x16(gate_pairs, args.d_gate.Tile(t / kPanelRows, args.block));
     Transpose16x16(up_pairs, args.d_up.Tile(t / kPanelRows, args.block));
     if (args.z.data != nullptr) Transpose16x16(z_pairs, args.z.Tile(t / kPanelRows, args.block));
-    if (valid > 0) StoreF32(args.d_weight + t, LoadF32(args.d_weight + t) + d_weight);
+    StoreF32(args.d_weight + t, LoadF32(args.d_weight + t) + d_weight);
   }
 }
 
