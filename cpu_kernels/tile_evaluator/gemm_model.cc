@@ -116,6 +116,11 @@ struct TaskCost {
 /// 35 tasks of 96 rows 352 us, in ten of 300 481; 4 x 1,024 x 4,352 in 34 tasks 112, in twelve 141.)
 constexpr double kUnlike = 0.25;
 
+/// Columns of which one thread may have the tiles of a row to itself. A tile that few threads have read is claimed sooner.
+/// (AMX, 16 threads: 73 ns where one has, 266, 504 and 660 where 4, 8 and all have.) The columns of the tasks themselves say it
+/// less well: choices turned to wide tasks, whose tiles few read.
+constexpr std::int64_t kReaderColumns = 128;
+
 /// Sizes of one task, and where its operands are read from the first time.
 struct TaskShape {
   std::int64_t rows, columns;
@@ -554,14 +559,15 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   PartOf(estimate.parts, GemmPart::kScheduling) = span - even;
   double packing = 0;
   if (!problem.packed) {
-    // One thread reads what it writes before. Of several each takes the lines from those that have read them, in a time that
-    // was measured with rows of bf16. (That others read them then from beyond their own L2 is in the tasks' times.)
-    const std::int64_t read = problem.input_bytes + (machine.threads == 1 ? 4 : -2);
-    const double bytes = all_rows * static_cast<double>(problem.k) * static_cast<double>(read);
-    const double busy =
-        packed_bytes / machine.kernel.pack_gbps + bytes * threads / machine.gbps[2] + all_tiles * machine.claim_ns;
+    // One thread reads what it writes before. Of several each takes the lines from those that have read them, and waits for
+    // them rather than for the rows, or for the thread that computes most slowly. (That others read them then from beyond their
+    // own L2 is in the tasks' times.)
+    const double read = machine.threads == 1 ? all_rows * static_cast<double>(problem.k * (problem.input_bytes + 4)) : 0.0;
+    const double readers = std::min(threads, static_cast<double>(CeilDiv(problem.n, kReaderColumns)));
+    const double claim_ns = machine.claim_ns * std::sqrt(readers / threads);
+    const double busy = packed_bytes / machine.kernel.pack_gbps + read / machine.gbps[2] + all_tiles * claim_ns;
     const auto pieces = static_cast<double>(CutPacking(problem, machine.threads).pieces);
-    packing = busy / pieces * (std::ceil(pieces / threads) + machine.uneven - 1) * kNsToMs;
+    packing = busy / pieces * std::ceil(pieces / threads) * kNsToMs;
   }
   PartOf(estimate.parts, GemmPart::kPacking) += packing;
   const double jobs = problem.packed ? 1.0 : 2.0;

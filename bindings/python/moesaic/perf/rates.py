@@ -32,7 +32,8 @@ class LayerRates:
         direct, unpack: products with base weights, as multiples of what the tile evaluator says, but for
         direct_stream, unpack_stream: what it says that reading from memory takes of them, and
         cache: from the last-level cache.
-        low: products with adapters and of their gradients, as multiples of the time at the compute ceiling.
+        low: products with adapters and of their gradients, as multiples of the time at the compute ceiling, and
+        low_block: ns for 32 of H or I of a job besides.
         pack: ns for an element of a row that is gathered, rounded and laid out as tiles.
         swiglu_forward, swiglu_backward: ns for an element of Z, and
         forward_block, backward_block: for 32 rows of I of a job besides.
@@ -58,6 +59,7 @@ class LayerRates:
     unpack_stream: float
     cache: float
     low: float
+    low_block: float
     pack: float
     swiglu_forward: float
     swiglu_backward: float
@@ -97,6 +99,7 @@ class LayerRates:
             unpack_stream=1.5,
             cache=1.0,
             low=4.0,
+            low_block=100.0,
             pack=max(1.5 * pack, 2 * memory),
             swiglu_forward=4.0 * pack,
             swiglu_backward=8.0 * pack,
