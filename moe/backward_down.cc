@@ -105,31 +105,40 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   gemm.ldc = SumsPitch(gemm.activation_panels * kPanelRows);
   const std::int64_t capacity = RoundUp(job.rows, kTileColumns), size = kTileColumns * gemm.ldc,
                      step = blocking.blocks_per_step;
-  TileMatrix transposed = TileMatrix::Activations(nullptr, kTileColumns, capacity);
+  TileMatrix transposed = TileMatrix::Activations(nullptr, step * kTileColumns, capacity);
   const std::int64_t in_place_bytes = in_place ? in_place->ScratchBytes(job, step * kTileColumns) : 0;
-  Carver carver(ThreadScratch(step * (size * static_cast<std::int64_t>(sizeof(float)) +
-                                      3 * (transposed.size() * static_cast<std::int64_t>(sizeof(BFloat16)) + 64)) +
-                              in_place_bytes));
+  Carver carver(ThreadScratch(step * size * static_cast<std::int64_t>(sizeof(float)) +
+                              3 * (transposed.size() * static_cast<std::int64_t>(sizeof(BFloat16)) + 64) + in_place_bytes));
   float* sums = carver.Take<float>(step * size);
   const auto take_transposed = [&](bool wanted) {
     if (!wanted) return TileMatrix{};
     transposed.data = carver.Take<BFloat16>(transposed.size());
     return transposed;
   };
+  const bool d_b = buffers.low.data != nullptr;
+  StepTransposed of_step;
+  of_step.d_gate = take_transposed(d_b);
+  of_step.d_up = take_transposed(d_b);
+  of_step.z = take_transposed(buffers.wq.hi.data != nullptr);
   void* in_place_scratch = carver.Take<char>(in_place_bytes);
   std::vector<SwigluBackwardArgs> step_blocks(static_cast<std::size_t>(step));
-  for (SwigluBackwardArgs& swiglu : step_blocks) {
-    const bool d_b = buffers.low.data != nullptr;
-    swiglu.d_z = sums + (&swiglu - step_blocks.data()) * size;
+  for (std::int64_t b = 0; b < step; ++b) {
+    SwigluBackwardArgs& swiglu = step_blocks[static_cast<std::size_t>(b)];
+    const auto block_of = [b](TileMatrix all) {
+      if (all.data != nullptr) all.data = all.Tile(2 * b, 0);
+      all.panels = 2;
+      return all;
+    };
+    swiglu.d_z = sums + b * size;
     swiglu.ld = gemm.ldc;
     swiglu.tokens = job.rows;
     swiglu.routing_weight = routing_weights;
     swiglu.d_gate = buffers.d_gate;
     swiglu.d_up = buffers.d_up;
     swiglu.z = buffers.z;
-    swiglu.d_gate_t = take_transposed(d_b);
-    swiglu.d_up_t = take_transposed(d_b);
-    swiglu.z_t = take_transposed(buffers.wq.hi.data != nullptr);
+    swiglu.d_gate_t = block_of(of_step.d_gate);
+    swiglu.d_up_t = block_of(of_step.d_up);
+    swiglu.z_t = block_of(of_step.z);
   }
   const Range blocks = RangeOf(index, Cut::kIntermediate, part);
   for (std::int64_t first = blocks.begin; first < blocks.end; first += step) {
@@ -173,31 +182,29 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
       PhaseRange range(Phase::kD4LoraGrad, {.flops = adapters().wants(kLoraADownT) ? of_adapters : 0});
       in_place->KeepIntermediate(job, feature, features, buffers.z, buffers.d_gate, buffers.d_up, in_place_scratch);
     }
-    BlockGradients(job, buffers, std::span(step_blocks).first(static_cast<std::size_t>(end - first)));
+    StepGradients(job, buffers, of_step, {first, end});
   }
 }
 
-void BackwardPass::BlockGradients(const Job& job, const BackwardBuffers& buffers, std::span<const SwigluBackwardArgs> blocks) {
-  const auto sum = [&](LoraMatrix m, TileMatrix SwigluBackwardArgs::* left, const SplitTiles& right) {
+void BackwardPass::StepGradients(const Job& job, const BackwardBuffers& buffers, const StepTransposed& step, Range blocks) {
+  const std::int64_t first = blocks.begin * kTileColumns, rows = std::min(blocks.end * kTileColumns, InnerOf(job)) - first;
+  const auto sum = [&](LoraMatrix m, const TileMatrix& left, const SplitTiles& right) {
     if (!lora.wants(m)) return;
     const std::int64_t rank = m == kLoraADownT ? lora.down_rank() : lora.input_rank();
-    const double inner = InnerOfBlocks(job, blocks.front().block, blocks.back().block + 1);
-    PhaseRange range(PhaseOfGradient(m), {.flops = 2.0 * job.rows * inner * rank});
-    for (const SwigluBackwardArgs& block : blocks) {
-      const std::array segments{GradientSegment{block.*left, right.hi}, GradientSegment{block.*left, right.lo}};
-      GradientGemmArgs gemm;
-      gemm.segments = {segments.data(), right.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
-      gemm.panels = CeilDiv(block.rows, kPanelRows);
-      gemm.ldc = lora.gradient_columns(m);
-      gemm.few_rows = FewRows(job);
-      // The expert's first job starts the sums.
-      gemm.c = (job.previous < 0 ? LoraOf(job).gradient[m] : buffers.partial[m]) + block.block * kTileColumns * gemm.ldc;
-      kernels.gradient_gemm(gemm);
-    }
+    PhaseRange range(PhaseOfGradient(m), {.flops = 2.0 * job.rows * InnerOfBlocks(job, blocks.begin, blocks.end) * rank});
+    const std::array segments{GradientSegment{left, right.hi}, GradientSegment{left, right.lo}};
+    GradientGemmArgs gemm;
+    gemm.segments = {segments.data(), right.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
+    gemm.panels = CeilDiv(rows, kPanelRows);
+    gemm.ldc = lora.gradient_columns(m);
+    gemm.few_rows = FewRows(job);
+    // The expert's first job starts the sums.
+    gemm.c = (job.previous < 0 ? LoraOf(job).gradient[m] : buffers.partial[m]) + first * gemm.ldc;
+    kernels.gradient_gemm(gemm);
   };
-  sum(kLoraADownT, &SwigluBackwardArgs::z_t, buffers.wq);
-  sum(kLoraBGate, &SwigluBackwardArgs::d_gate_t, {buffers.low, {}});
-  sum(kLoraBUp, &SwigluBackwardArgs::d_up_t, {buffers.low, {}});
+  sum(kLoraADownT, step.z, buffers.wq);
+  sum(kLoraBGate, step.d_gate, {buffers.low, {}});
+  sum(kLoraBUp, step.d_up, {buffers.low, {}});
 }
 
 void BackwardPass::SumIntermediate(std::int64_t index, std::int64_t part) {

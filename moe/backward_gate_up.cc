@@ -8,6 +8,12 @@
 #include "moe/phases.h"
 
 namespace moesaic::moe {
+namespace {
+
+/// Rows of a tile column of dO whose transpose is half of L1.
+constexpr std::int64_t kTransposedRows = 384;
+
+}  // namespace
 
 void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
   const Job& job = jobs[index];
@@ -74,25 +80,30 @@ void BackwardPass::SumHidden(std::int64_t index, std::int64_t part) {
 void BackwardPass::DownGradients(const Job& job, const BackwardBuffers& buffers, Range columns) {
   const std::int64_t first = columns.begin * kTileColumns, end = std::min(columns.end * kTileColumns, config.hidden_size);
   PhaseRange range(Phase::kD4LoraGrad, {.flops = 2.0 * job.rows * lora.down_rank() * static_cast<double>(end - first)});
-  const std::int64_t capacity = RoundUp(job.rows, kTileColumns);
-  TileMatrix left = TileMatrix::Activations(nullptr, kTileColumns, capacity);
+  // A few tile columns at a time, whose transposes stay in L1.
+  const std::int64_t capacity = RoundUp(job.rows, kTileColumns), most = std::max<std::int64_t>(1, kTransposedRows / capacity);
+  TileMatrix left = TileMatrix::Activations(nullptr, most * kTileColumns, capacity);
   left.data = static_cast<BFloat16*>(ThreadScratch(left.size() * static_cast<std::int64_t>(sizeof(BFloat16))));
   const GradientSegment segment{left, buffers.wv};
   GradientGemmArgs gemm;
   gemm.segments = {&segment, 1};
-  gemm.panels = left.panels;
   gemm.ldc = lora.gradient_columns(kLoraBDownT);
   gemm.accumulate = job.previous >= 0;
   gemm.few_rows = FewRows(job);
-  for (std::int64_t column = columns.begin; column < columns.end; ++column) {
-    TransposePairsArgs transpose;
-    transpose.pairs = buffers.d;
-    transpose.pairs.panels = CeilDiv(job.rows, kPanelRows);
-    transpose.stored = FewRows(job) > 0;
-    transpose.column = column;
-    transpose.transposed = left;
-    kernels.transpose_pairs(transpose);
-    gemm.c = LoraOf(job).gradient[kLoraBDownT] + column * kTileColumns * gemm.ldc;
+  TransposePairsArgs transpose;
+  transpose.pairs = buffers.d;
+  transpose.pairs.panels = CeilDiv(job.rows, kPanelRows);
+  transpose.stored = FewRows(job) > 0;
+  for (std::int64_t first_column = columns.begin; first_column < columns.end; first_column += most) {
+    const std::int64_t count = std::min(most, columns.end - first_column);
+    for (std::int64_t c = 0; c < count; ++c) {
+      transpose.column = first_column + c;
+      transpose.transposed = left;
+      transpose.transposed.data = left.Tile(2 * c, 0);
+      kernels.transpose_pairs(transpose);
+    }
+    gemm.panels = 2 * count;
+    gemm.c = LoraOf(job).gradient[kLoraBDownT] + first_column * kTileColumns * gemm.ldc;
     kernels.gradient_gemm(gemm);
   }
 }

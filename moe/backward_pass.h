@@ -63,7 +63,11 @@ class BackwardPass : public Pass {
   void ScatterAndPack(std::int64_t job, std::int64_t part);          ///< D0, D1, D2
   void DownLoraLow(const Job& job, const BackwardBuffers& buffers);  ///< D4: Q, and what dA_d and dB_d contract over
   void DownBase(std::int64_t job, std::int64_t part);                ///< D3, A1; D4: dA_d; GU3: dB_g, dB_u, for a range of I
-  void BlockGradients(const Job& job, const BackwardBuffers& buffers, std::span<const SwigluBackwardArgs> blocks);
+  /// Of a step's blocks of I: operand tiles [32 blocks][tokens]; data null where no gradient needs them.
+  struct StepTransposed {
+    TileMatrix d_gate, d_up, z;
+  };
+  void StepGradients(const Job& job, const BackwardBuffers& buffers, const StepTransposed& step, Range blocks);
   void SumIntermediate(std::int64_t job, std::int64_t part);  ///< adds what a later job of an expert has of these sums
 
   // backward_gate_up.cc

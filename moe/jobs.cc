@@ -1,6 +1,7 @@
 #include "moe/jobs.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "cpu_kernels/gemm/tiles.h"
 #include "cpu_kernels/tensor_access.h"
@@ -29,11 +30,30 @@ void BuildRouting(const LayerConfig& config, const TensorView& ids, std::int32_t
   }
 }
 
-std::vector<Job> BuildJobs(const LayerConfig& config, std::span<const Shard> shards, const std::int32_t* routing) {
+namespace {
+
+/// Experts in the order in which their jobs begin.
+std::vector<std::int64_t> OrderOfExperts(const LayerConfig& config, const std::int32_t* routing, std::int64_t group) {
+  const auto rows = [&](std::int64_t e) { return routing[e + 1] - routing[e]; };
+  std::vector<std::int64_t> order(static_cast<std::size_t>(config.num_experts));
+  std::iota(order.begin(), order.end(), 0);
+  std::vector<std::int32_t> most(static_cast<std::size_t>(CeilDiv(config.num_experts, group)));
+  for (std::int64_t e : order) most[e / group] = std::max(most[e / group], rows(e));
+  std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
+    if (a / group == b / group) return rows(a) > rows(b);
+    return most[a / group] != most[b / group] ? most[a / group] > most[b / group] : a < b;
+  });
+  return order;
+}
+
+}  // namespace
+
+std::vector<Job> BuildJobs(const LayerConfig& config, std::span<const Shard> shards, const std::int32_t* routing,
+                           std::int64_t group) {
   const std::int64_t most = ChunkRows(config.hidden_size, LargestShard(shards));
   const auto num_shards = static_cast<std::int64_t>(shards.size());
   std::vector<Job> jobs;
-  for (std::int64_t e = 0; e < config.num_experts; ++e) {
+  for (std::int64_t e : OrderOfExperts(config, routing, group)) {
     const std::int64_t begin = routing[e], end = routing[e + 1];
     if (begin == end) continue;
     const std::int64_t chunks = CeilDiv(end - begin, most);
@@ -51,14 +71,16 @@ std::vector<Job> BuildJobs(const LayerConfig& config, std::span<const Shard> sha
 
 std::vector<JobGroup> BuildGroups(const LayerConfig& config, std::span<const Job> jobs, std::int64_t size) {
   std::vector<JobGroup> groups;
-  std::size_t job = 0;
-  for (std::int64_t first = 0; first < config.num_experts; first += size) {
-    JobGroup group{first, {}, static_cast<std::int64_t>(job), 0};
-    for (; job < jobs.size() && jobs[job].expert < first + size; ++job) {
-      if (jobs[job].previous < 0 && jobs[job].shard == 0) group.experts.push_back(jobs[job].expert);
-      ++group.jobs;
-    }
-    groups.push_back(std::move(group));
+  std::vector<bool> has_rows(static_cast<std::size_t>(CeilDiv(config.num_experts, size)));
+  for (std::size_t job = 0; job < jobs.size(); ++job) {
+    const std::int64_t first = jobs[job].expert / size * size;
+    if (groups.empty() || groups.back().first_expert != first) groups.push_back({first, {}, static_cast<std::int64_t>(job), 0});
+    has_rows[static_cast<std::size_t>(first / size)] = true;
+    if (jobs[job].previous < 0 && jobs[job].shard == 0) groups.back().experts.push_back(jobs[job].expert);
+    ++groups.back().jobs;
+  }
+  for (std::size_t g = 0; g < has_rows.size(); ++g) {
+    if (!has_rows[g]) groups.push_back({static_cast<std::int64_t>(g) * size, {}, static_cast<std::int64_t>(jobs.size()), 0});
   }
   return groups;
 }

@@ -25,9 +25,13 @@ struct Job {
 /// Writes the routing: offsets[E + 1], then the slots grouped by expert, without those that are skipped. ids are validated.
 void BuildRouting(const LayerConfig& config, const TensorView& ids, std::int32_t* routing);
 
-/// Jobs in ascending order of experts, then of rows, then of shards. An expert's rows are dealt evenly: a short last chunk
-/// would read the weights again for little work.
-std::vector<Job> BuildJobs(const LayerConfig& config, std::span<const Shard> shards, const std::int32_t* routing);
+/// Jobs in the order in which they begin: the fullest expert first, so that the last ones, for which all threads wait, are
+/// short; where adapters are packed for `group` neighbouring experts at a time, the groups by their fullest one, and in each
+/// its experts. Then in ascending order of rows, then of shards. An expert's rows are dealt evenly: a short last chunk would
+/// read the weights again for little work.
+/// @param group  experts; num_experts: of all together
+std::vector<Job> BuildJobs(const LayerConfig& config, std::span<const Shard> shards, const std::int32_t* routing,
+                           std::int64_t group);
 
 /// The jobs, of all shards, of the experts of one adapter group.
 struct JobGroup {
@@ -37,7 +41,7 @@ struct JobGroup {
   std::int64_t jobs;
 };
 
-/// One group for every `size` experts of the layer, also those without rows.
+/// One group for every `size` experts of the layer, in the order of the jobs, then those without rows.
 std::vector<JobGroup> BuildGroups(const LayerConfig& config, std::span<const Job> jobs, std::int64_t size);
 
 }  // namespace moesaic::moe

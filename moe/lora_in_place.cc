@@ -63,6 +63,7 @@ LoraInPlace::LoraInPlace(const LayerConfig& config, LoraCall lora, std::span<con
       first_slot_(static_cast<std::size_t>(CeilDiv(config.num_experts, kLanes)) + 1) {
   for (const Job& job : jobs_) {
     job_of_expert_[static_cast<std::size_t>(job.expert)] = &job;
+    rows_ += job.rows;
     std::int64_t& most = first_slot_[static_cast<std::size_t>(job.expert / kLanes) + 1];
     most = std::max(most, job.rows);
   }

@@ -105,7 +105,7 @@ class LoraInPlace {
     std::int64_t ranges() const { return CeilDiv(features, range); }
   };
 
-  std::int64_t rows() const { return jobs_.back().begin + jobs_.back().rows; }
+  std::int64_t rows() const { return rows_; }
   Sweep SweepOf(const Matrix& matrix, std::int64_t index) const;
   std::int64_t Lanes(std::int64_t ranks) const { return first_slot_.back() * ranks * 16; }
   /// A job's row among all slots' sixteen lanes, and where its rank-wide intermediate begins: ranks are 16 floats apart.
@@ -143,6 +143,7 @@ class LoraInPlace {
   std::vector<const Job*> job_of_expert_;
   std::vector<std::int64_t> first_slot_;  ///< of each group, and the number of all
   std::array<Matrix, kNumLoraMatrices> matrix_;
+  std::int64_t rows_ = 0;  ///< of all jobs
   std::int64_t pitch_ = 0;
   std::int64_t inner_pitch_ = 0;  ///< I rounded up to a tile
   bool wants_p_ = false;          ///< P, for dX or dA

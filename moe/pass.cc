@@ -67,12 +67,19 @@ Pass::Pass(Phase direction, const LayerConfig& config_, const PackedWeights& wei
       direction_(direction) {}
 
 void Pass::Plan() {
-  jobs = BuildJobs(config, shards, routing);
+  lora_group_ = LoraGroup();
+  jobs = BuildJobs(config, shards, routing, lora_group_);
   if (shards.size() == 1 && LoraInPlace::Serves(config, lora, jobs)) {
     const std::int32_t* slots = routing + config.num_experts + 1;
     in_place = std::make_unique<LoraInPlace>(config, std::move(lora_of_shard_.front()), jobs, slots);
     lora_of_shard_.front() = LoraCall(config, shards.front(), {}, {});
   }
+  groups = BuildGroups(config, jobs, lora_group_);
+  for (const Job& job : jobs) most_rows = std::max(most_rows, RoundUp(job.rows, kTileColumns));
+}
+
+std::int64_t Pass::LoraGroup() const {
+  if (!lora.any()) return config.num_experts;
   std::int64_t expert_bytes = 0;  // of all shards
   for (const LoraCall& call : lora_of_shard_) {
     expert_bytes += ExpertPitch(call.expert_bytes()) + ExpertPitch(call.gradient_bytes());
@@ -81,10 +88,9 @@ void Pass::Plan() {
   // enough, and two on a few threads. Smaller groups would read and write each cache line of PEFT's B more often. (Groups of 4
   // for 16 experts on 2 threads, 16 tokens: a backward takes 1.7 times as long.)
   const std::int64_t in_flight = threads <= 4 ? 2 : 3;
-  lora_group_ = kLoraGroup;
-  while (lora_group_ > 1 && in_flight * lora_group_ * expert_bytes > LoraBudget(threads)) lora_group_ /= 2;
-  groups = BuildGroups(config, jobs, lora_group_);
-  for (const Job& job : jobs) most_rows = std::max(most_rows, RoundUp(job.rows, kTileColumns));
+  std::int64_t group = kLoraGroup;
+  while (group > 1 && in_flight * group * expert_bytes > LoraBudget(threads)) group /= 2;
+  return group;
 }
 
 std::int64_t Pass::PartSize(std::int64_t job, Cut cut) const {

@@ -202,6 +202,8 @@ class Pass {
   /// No stage asks more of ThreadScratch.
   std::int64_t StageScratchBytes() const;
   /// Blocks or columns in one part.
+  /// Experts whose adapters are packed together; all of them where there are none.
+  std::int64_t LoraGroup() const;
   std::int64_t PartSize(std::int64_t job, Cut cut) const;
   /// A task that begins something of a shard: where there are several, on its node.
   TaskId AddOfShard(TaskFunction function, std::int64_t index, std::int64_t shard, TaskGraph::Start start);

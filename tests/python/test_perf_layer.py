@@ -30,7 +30,7 @@ from moesaic.perf.calibration import (
 )
 from moesaic.perf.layer_model import ExpertsShape, LayerModel, adapters_in_place, job_slots
 from moesaic.perf.layer_plan import Cut, JobCut, Stage, cut_jobs, run_jobs
-from moesaic.perf.products import Products
+from moesaic.perf.products import Products, resident_share
 from moesaic.perf.rates import LayerRates, rates_path
 from moesaic.perf.routing import RoutingLaw, inclusion_probabilities
 
@@ -129,6 +129,13 @@ def test_a_schedule_is_no_better_than_its_limits(rows: list[int], threads: int, 
         assert schedule.makespan_ms <= (busy / threads + chain_ms) * (1 + 1e-9)
     one = run_jobs(chains, cut, 1, slots, 0.0)
     assert one.makespan_ms == pytest.approx(busy)
+
+
+def test_the_fullest_expert_begins() -> None:
+    rows = [3, 9, 0, 9, 40, 1, 5]
+    assert [job.rows for job in cut_jobs(rows, 64, 64)] == [40, 9, 9, 5, 3, 1]
+    # Experts 0-2, 3-5 and 6: the second group has the fullest one, then the first.
+    assert [job.rows for job in cut_jobs(rows, 64, 64, 3)] == [40, 9, 1, 9, 3, 5]
 
 
 def test_two_jobs_on_two_threads_by_hand() -> None:
@@ -349,6 +356,15 @@ def test_products_are_the_evaluators() -> None:
     products = Products(evaluator)
     product = products.thread_ms("direct", 64, 512, 1024)
     assert product.total == pytest.approx(expected) and product.stream == pytest.approx(answer.parts["dram"] / 4)
+    # What fits the cache is found there again, of more a part.
+    shares = [resident_share(times) for times in (0.0, 1.0, 1.1, 1.5, 2.0, 3.0, 5.0, float("inf"))]
+    assert shares[:2] == [1.0, 1.0] and shares[-2:] == [0.0, 0.0] and sorted(shares, reverse=True) == shares
+    assert shares[4] == pytest.approx(0.203, abs=0.001) == pytest.approx(math.exp(-2 * (1 - shares[4])), abs=0.001)
+    l3 = MACHINE.figures(4)["l3_bytes"]
+    streams = [
+        products.with_resident(times * l3).thread_ms("direct", 64, 512, 1024).stream for times in (0.5, 0.9, 9.0)
+    ]
+    assert streams[0] < streams[1] < streams[2] == product.stream
     # Between the rows that are evaluated the time lies between theirs.
     low, high = (products.thread_ms("direct", rows, 512, 1024).total for rows in (192, 256))
     assert low < products.thread_ms("direct", 209, 512, 1024).total < high

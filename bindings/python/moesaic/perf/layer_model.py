@@ -32,6 +32,7 @@ from moesaic.perf.rates import LayerRates
 __all__ = ["ExpertsShape", "LayerModel", "LayerPrediction", "ShapeLayers", "job_slots"]
 
 _MIB = 1 << 20
+_LORA_GROUP = 16  # experts whose adapters are packed together, where memory is enough
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class LayerModel:
         """What a call amounts to, by group of phases: a group's thread time is the sum of amounts times rates."""
         shards = self._shards(shape)
         shard = _shard_of(shape, shards)
-        jobs = cut_jobs(rows, shard.hidden, shard.intermediate)
+        jobs = _jobs_of(shard, rows)
         chunks = not all(job.first for job in jobs)
         in_place = adapters_in_place(shape, rows, shards)
         if in_place:
@@ -153,7 +154,7 @@ class LayerModel:
         rates, threads, shards = self.rates, self.threads, self._shards(shape)
         # To each node its shard is an expert with a smaller I, and all nodes are equal: one is as long as all of them.
         shard = _shard_of(shape, shards)
-        jobs = cut_jobs(rows, shard.hidden, shard.intermediate)
+        jobs = _jobs_of(shard, rows)
         chunks = not all(job.first for job in jobs)
         in_place = adapters_in_place(shape, rows, shards)
         if in_place:
@@ -233,13 +234,13 @@ class _JobStages:
         self._begin(Cut.WHOLE)
         self._add("pack_input", {"pack": self._lanes * h})
         if rank:
-            self._add("gate_up", {"low": self._low(h), "rank": self._job.rows * rank})
+            self._add("gate_up", {**self._low(h), "rank": self._job.rows * rank})
         self._begin(Cut.INTERMEDIATE)
         self._add("gate_up", self._product("direct", h, 2 * i))
         self._add("activation", {"swiglu_forward": self._lanes * i, "forward_block": ceil_div(i, 32)})
         self._begin(Cut.WHOLE)
         if rank:
-            self._add("down", {"low": self._low(i), "rank": self._job.rows * rank})
+            self._add("down", {**self._low(i), "rank": self._job.rows * rank})
         self._begin(Cut.HIDDEN)
         self._add("down", self._product("unpack", i, h))
         return self._found
@@ -252,15 +253,15 @@ class _JobStages:
         self._begin(Cut.WHOLE)
         self._add("scatter_pack", {"pack": self._lanes * h})
         if rank:
-            self._add("down_backward", {"low": self._low(h), "rank": 3 * rows * rank})
+            self._add("down_backward", {**self._low(h), "rank": 3 * rows * rank})
         self._begin(Cut.INTERMEDIATE)
         self._add("down_backward", self._product("direct", h, i))
         self._add("activation_backward", {"swiglu_backward": self._lanes * i, "backward_block": ceil_div(i, 32)})
         if rank:
             self._add("activation_backward", {"transpose": 3 * whole * i})
             # dA of down takes both parts of Q, dB of gate and up one of U each.
-            self._add("down_backward", {"low": self._parts * self._low(i)})
-            self._add("gate_up_backward", {"low": 2 * self._low(i)})
+            self._add("down_backward", self._low(i, self._parts))
+            self._add("gate_up_backward", self._low(2 * i))
         if rank and chunks:
             self._begin(Cut.INTERMEDIATE)
             more = 0 if self._job.first else i * padded
@@ -268,13 +269,13 @@ class _JobStages:
             self._add("gate_up_backward", {"partial": 2 * more})
         self._begin(Cut.WHOLE)
         if rank:
-            self._add("gate_up_backward", {"low": self._low(2 * i), "rank": 2 * rows * rank})
+            self._add("gate_up_backward", {**self._low(2 * i), "rank": 2 * rows * rank})
             # dA of gate and up takes rows of X gathered anew, and both parts of P without padding to a whole tile; dB
             # of down the tiles of dO, transposed.
             narrow = round_up(rank, 16) / padded
             self._begin(Cut.HIDDEN)
-            self._add("gate_up_backward", {"pack": self._lanes * h, "low": 2 * narrow * self._low(h)})
-            self._add("down_backward", {"transpose": whole * h, "low": self._low(h)})
+            self._add("gate_up_backward", {"pack": self._lanes * h, **self._low(h, 2 * narrow)})
+            self._add("down_backward", {"transpose": whole * h, **self._low(h)})
         self._begin(Cut.HIDDEN)
         self._add("gate_up_backward", self._product("unpack", 2 * i, h))
         return self._found
@@ -292,10 +293,12 @@ class _JobStages:
         tiles = ceil_div(self._job.rows, 16) * ceil_div(k, 32)
         return {form: ms.compute, f"{form}_stream": ms.stream, "cache": ms.cache, "handed": self._others * tiles}
 
-    def _low(self, size: int) -> float:
-        """Milliseconds at the compute ceiling of one thread of rows x (padded rank) x size."""
+    def _low(self, size: int, times: float = 1.0) -> Work:
+        """Narrow products of rows x (padded rank) x size: milliseconds at the compute ceiling of one thread, so many
+        times; and blocks of 32 of size."""
         flops = 2.0 * self._products.lanes(self._job.rows) * self._shape.padded_rank * size
-        return flops * self._products.threads / (self._products.peak_gflops * 1e6)
+        ms = flops * self._products.threads / (self._products.peak_gflops * 1e6)
+        return {"low": times * ms, "low_block": ceil_div(size, 32)}
 
 
 class ShapeLayers(LayerModel):
@@ -311,6 +314,11 @@ def _shard_of(shape: ExpertsShape, shards: int) -> ExpertsShape:
     if shards == 1:
         return shape
     return replace(shape, intermediate=32 * ceil_div(ceil_div(shape.intermediate, 32), shards))
+
+
+def _jobs_of(shard: ExpertsShape, rows: Sequence[int]) -> list[Job]:
+    """In the order in which the engine begins them."""
+    return cut_jobs(rows, shard.hidden, shard.intermediate, _LORA_GROUP if shard.rank else None)
 
 
 def _sharers(jobs: int, threads: int) -> float:

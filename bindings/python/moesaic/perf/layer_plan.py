@@ -9,6 +9,7 @@ order.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -40,23 +41,29 @@ class Job(NamedTuple):
     first: bool
 
 
-def cut_jobs(rows: Sequence[int], hidden: int, intermediate: int) -> list[Job]:
-    """The jobs of a call, in the order in which they begin. ValueError where a number of rows is negative.
+def cut_jobs(rows: Sequence[int], hidden: int, intermediate: int, group: int | None = None) -> list[Job]:
+    """The jobs of a call, in the order in which they begin: the fullest expert first. ValueError where a number of rows
+    is negative.
 
     Args:
         rows: of each expert.
         hidden: H.
         intermediate: I.
+        group: neighbouring experts whose adapters are packed together; the group with the fullest expert begins.
+            None: all.
     """
     if rows and min(rows) < 0:
         raise ValueError(f"rows holds {min(rows)}; expected none below 0")
     most = _core.chunk_rows(hidden, intermediate)
+    size = group or max(len(rows), 1)
+    groups = [sorted(rows[first : first + size], reverse=True) for first in range(0, len(rows), size)]
+    groups.sort(key=lambda counts: -counts[0])
     jobs = []
-    for count in rows:
+    for count in itertools.chain.from_iterable(groups):
         if count == 0:
             continue
-        size = round_up(ceil_div(count, ceil_div(count, most)), 32)
-        jobs += [Job(min(size, count - first), first == 0) for first in range(0, count, size)]
+        chunk = round_up(ceil_div(count, ceil_div(count, most)), 32)
+        jobs += [Job(min(chunk, count - first), first == 0) for first in range(0, count, chunk)]
     return jobs
 
 
