@@ -368,25 +368,29 @@ print("good")
 
 
 def test_the_python_lock_is_released() -> None:
-    problem = make_problem(LayerCase(40, 300, 2, 2, 512, 512))
+    problem = make_problem(LayerCase(40, 3000, 2, 2, 512, 512))
     layer = problem.layer()
     moesaic.set_num_threads(1)
-    began: list[float] = []
-    ended: list[float] = []
+    calls: list[tuple[float, float]] = []
+    ticks: list[float] = []
+
+    def inside() -> int:
+        """Ticks inside the call that had most of them."""
+        return max((sum(began < tick < ended for tick in ticks) for began, ended in calls), default=0)
 
     def compute() -> None:
-        began.append(time.perf_counter())
-        layer.forward(problem.hidden, problem.ids, problem.weights)
-        ended.append(time.perf_counter())
+        # A busy machine may not let the other thread run during one call.
+        while inside() < 3 and len(calls) < 100:
+            began = time.perf_counter()
+            layer.forward(problem.hidden, problem.ids, problem.weights)
+            calls.append((began, time.perf_counter()))
 
     thread = threading.Thread(target=compute)
-    ticks = []
     thread.start()
     while thread.is_alive():
         ticks.append(time.perf_counter())
         time.sleep(0.0005)
-    inside = [tick for tick in ticks if began[0] < tick < ended[0]]
-    assert len(inside) >= 3, f"{len(inside)} ticks in {ended[0] - began[0]:.4f} s"
+    assert inside() >= 3, f"{len(calls)} calls, at most {inside()} ticks inside one"
 
 
 def test_keyboard_interrupt_is_not_lost() -> None:
