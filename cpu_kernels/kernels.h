@@ -64,14 +64,14 @@ struct UnpackGemmArgs {
   std::int64_t panels = 0;  ///< rows of C / 16
   std::int64_t first_column = 0;
   std::int64_t columns = 0;  ///< columns of C / 32
-  float* c = nullptr;        ///< [16 panels][ldc] fp32. With `rows`: null, or memory for the sums of `depth`, overwritten,
-                             ///< with ldc of at least 256
+  float* c = nullptr;        ///< [16 panels][ldc] fp32. With `rows`: null, or memory for sums, overwritten, with ldc of at
+                             ///< least 256
   std::int64_t ldc = 0;
   bool accumulate = false;    ///< start from C instead of 0 (only without rows)
   std::int64_t depth = 0;     ///< right tiles (32 rows of weights) of the contraction that are taken at a time, so that their
                               ///< activations stay in cache: a multiple of 8; 0, or no C: all. No effect on
                               ///< a matrix unit whose cell takes all rows at once
-  std::int64_t few_rows = 0;  ///< 1 to KernelTier::most_few_rows: so many rows of one panel count, and no others are written
+  std::int64_t row_count = 0;  ///< so many rows of C count, and the others may be left alone; 0: all
   BFloat16* const* rows = nullptr;  ///< one pointer for each row of C, rounded to bf16; null: the row is dropped
   BFloat16* scratch = nullptr;      ///< UnpackScratchElements(...), 64-byte aligned
 };

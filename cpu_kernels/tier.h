@@ -17,6 +17,7 @@
 #include "cpu_kernels/gemm/direct_gemm.h"
 #include "cpu_kernels/gemm/few_rows.h"
 #include "cpu_kernels/gemm/gradient_gemm.h"
+#include "cpu_kernels/gemm/register_unpack.h"
 #include "cpu_kernels/gemm/unpack_gemm.h"
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/sampling/table.h"
@@ -34,9 +35,10 @@ void Direct(const DirectGemmArgs& args) {
 template <class Cell>
 void Unpack(const UnpackGemmArgs& args) {
   if constexpr (!std::is_void_v<typename Cell::Product>) {
-    if (args.few_rows > 0) return FewRowsUnpack<typename Cell::Product>(args);
+    UnpackInRegisters<typename Cell::Product>(args);
+  } else {
+    UnpackGemm<Cell>(args);
   }
-  UnpackGemm<Cell>(args);
 }
 
 template <class Cell>

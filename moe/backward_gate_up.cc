@@ -48,7 +48,7 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
   UnpackGemmArgs gemm;
   gemm.segments = segments;
   gemm.panels = panels;
-  gemm.few_rows = FewRows(job);
+  gemm.row_count = job.rows;
   gemm.columns = rank / kTileColumns;
   const std::int64_t scratch = UnpackScratchElements(gemm.segments);
   Carver carver(ThreadScratch(2 * ld * rank * static_cast<std::int64_t>(sizeof(float)) + 2 * scratch + 192));

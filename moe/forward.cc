@@ -282,7 +282,7 @@ class ForwardPass : public Pass {
     UnpackGemmArgs gemm;
     gemm.segments = {&segment, 1};
     gemm.panels = CeilDiv(job.rows, kPanelRows);
-    gemm.few_rows = FewRows(job);
+    gemm.row_count = job.rows;
     gemm.columns = rank / kTileColumns;
     const std::int64_t scratch = UnpackScratchElements(gemm.segments);
     Carver carver(ThreadScratch((gemm.panels * kPanelRows * rank * 2 + scratch) * 2 + 128));

@@ -146,8 +146,9 @@ std::int64_t Pass::StageScratchBytes() const {
   const std::int64_t steps = 384 * std::max(most_rows, kMostStepBytes / 256);
   // Row pairs for a gradient, with a panel more in each column (TileMatrix::Activations).
   const std::int64_t gradient = kGradientBytes / 8 * 9;
-  if (in_place) return unpacked + steps + in_place->StageScratchBytes() + 256;
-  return unpacked + std::max({8 * rank * most_rows, steps, 4 * kSumsPitch * most_rows, gradient}) + 256;
+  const std::int64_t sums = 4 * kSumsPitch * RoundUp(most_rows, kPanelRows);
+  if (in_place) return unpacked + std::max(steps, sums) + in_place->StageScratchBytes() + 256;
+  return unpacked + std::max({8 * rank * most_rows, steps, sums, gradient}) + 256;
 }
 
 std::int64_t Pass::BindLanes() {
@@ -218,15 +219,15 @@ void Pass::MultiplyToRows(const Job& job, std::span<const GemmSegment> segments,
   UnpackGemmArgs gemm;
   gemm.segments = segments;
   gemm.panels = CeilDiv(job.rows, kPanelRows);
-  gemm.few_rows = FewRows(job);
+  gemm.row_count = job.rows;
   gemm.first_column = columns.begin;
   gemm.columns = columns.end - columns.begin;
   gemm.rows = rows;
   const std::int64_t unpacked = UnpackScratchElements(segments);
-  const std::int64_t sums = blocking.unpack_depth > 0 ? gemm.panels * kPanelRows * kSumsPitch : 0;
+  const std::int64_t sums = gemm.panels * kPanelRows * kSumsPitch;
   Carver carver(ThreadScratch(2 * unpacked + 4 * sums + 128));
   gemm.scratch = carver.Take<BFloat16>(unpacked);
-  if (sums > 0) gemm.c = carver.Take<float>(sums);
+  gemm.c = carver.Take<float>(sums);
   gemm.ldc = kSumsPitch;
   gemm.depth = blocking.unpack_depth;
   kernels.unpack_gemm(gemm);

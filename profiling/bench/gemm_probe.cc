@@ -119,7 +119,7 @@ void GemmProbe::Call() {
     UnpackGemmArgs args;
     args.segments = {&segment, 1};
     args.panels = activations_.panels;
-    args.few_rows = few_rows_;
+    args.row_count = rows_;
     args.columns = weights.columns;
     args.c = c;
     args.ldc = ldc_;

@@ -271,7 +271,7 @@ void GroupedGemm::CallUnpack(const Task& task, const Block& block, std::int64_t 
   UnpackGemmArgs args;
   args.segments = {&segment, 1};
   args.panels = CeilDiv(block.rows, kPanelRows);
-  args.few_rows = FewRows(group);
+  args.row_count = block.rows;
   args.first_column = block.column / kTileColumns;
   args.columns = CeilDiv(block.columns, kTileColumns);
   args.depth = slice < block.depth ? slice / kTileColumns : 0;
@@ -280,7 +280,7 @@ void GroupedGemm::CallUnpack(const Task& task, const Block& block, std::int64_t 
   Carver carver(Scratch(scratch + row_count * (8 + 4 * sum_columns) + 128));
   args.scratch = carver.Take<BFloat16>(scratch / 2);
   if (problem_.output_bytes == 2) {
-    if (args.depth > 0) args.c = carver.Take<float>(row_count * sum_columns);
+    args.c = carver.Take<float>(row_count * sum_columns);
     args.ldc = sum_columns;
     BFloat16** rows = carver.Take<BFloat16*>(row_count);
     for (std::int64_t i = 0; i < row_count; ++i) {

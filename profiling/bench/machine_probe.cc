@@ -120,7 +120,7 @@ class Call {
       UnpackGemmArgs args;
       args.segments = {&segment_, 1};
       args.panels = CeilDiv(rows_, kPanelRows);
-      args.few_rows = few_rows_;
+      args.row_count = few_rows_;
       args.first_column = first;
       args.columns = count;
       args.c = c_;

@@ -101,7 +101,7 @@ TEST_P(CodecTest, FewRows) {
     to_rows.columns = 3;
     to_rows.c = y.As<float>();
     to_rows.ldc = 96;
-    to_rows.few_rows = 5;
+    to_rows.row_count = 5;
     tier_->unpack_gemm(to_rows);
     std::vector<float> both(args.c, args.c + 96 * 16);
     both.insert(both.end(), to_rows.c, to_rows.c + 5 * 96);

@@ -155,11 +155,11 @@ TEST_P(FewRowsTest, UnpackForm) {
       for (const bool accumulate : {false, true}) {
         args.accumulate = accumulate;
         args.segments = padded.segments;
-        args.few_rows = 0;
+        args.row_count = 0;
         args.c = expected.As<float>();
         tier_->unpack_gemm(args);
         args.segments = problem.segments;
-        args.few_rows = rows;
+        args.row_count = rows;
         args.c = few.As<float>();
         tier_->unpack_gemm(args);
         for (std::int64_t t = 0; t < 16; ++t) {
@@ -257,7 +257,7 @@ TEST_P(FewRowsTest, NanAndInfPropagate) {
     to_rows.panels = to_rows.columns = 1;
     to_rows.c = c.As<float>();
     to_rows.ldc = 32;
-    to_rows.few_rows = 4;
+    to_rows.row_count = 4;
     tier_->unpack_gemm(to_rows);
     for (std::int64_t t = 0; t < 4; ++t) {
       for (std::int64_t i = 0; i < 16; ++i) EXPECT_EQ(std::isfinite(args.c[i * 16 + t]), t != 1) << i << ", " << t;

@@ -1,0 +1,207 @@
+// The unpack form (kernels.h, UnpackGemmArgs) on tiers whose product takes its right factor from registers: rows of stored tiles
+// are interleaved there, in front of every use, and nothing is laid out in memory. Up to 12 rows of activations are multiplied
+// with a tile column or, where they are fewer, with several side by side. Work grows with the rows that count, and the order of
+// summation is a cell's.
+//
+// Weights are taken superblock by superblock, down 8 tile columns at a time: so they come from memory in runs of 64 KB, the
+// next one while this one is multiplied, and the sums of those columns wait in C meanwhile.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu_kernels/gemm/cell.h"
+#include "cpu_kernels/simd.h"
+
+namespace {
+
+/// Pairs of two neighbouring rows of a stored tile, of columns 0..15 and 16..31.
+MOESAIC_INLINE void InterleaveRows(const BFloat16* rows, U32x16& low, U32x16& high) {
+  U16x32 a, b;
+  std::memcpy(&a, rows, sizeof(a));
+  std::memcpy(&b, rows + kTileColumns, sizeof(b));
+#if defined(__AVX512BW__)
+  low = (U32x16)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
+  high = (U32x16)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
+#else
+  low = (U32x16)__builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43, 16, 48, 17, 49, 18, 50,
+                                        19, 51, 24, 56, 25, 57, 26, 58, 27, 59);
+  high = (U32x16)__builtin_shufflevector(a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, 52, 21, 53, 22,
+                                         54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
+#endif
+}
+
+/// Rows whose sums, of one tile column, fit the registers.
+inline constexpr int kRowsInRegisters = 12;
+
+/// Tile columns whose sums fit there together.
+MOESAIC_INLINE constexpr int ColumnsInRegisters(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }
+
+/// Up to a superblock of stored tiles down a column, and the activations that meet them.
+struct RegisterRun {
+  const BFloat16* tiles;
+  std::int64_t stride, length;
+  const BFloat16* left;
+  std::int64_t left_stride;  ///< from one pair of tiles to the next
+  const BFloat16* ahead;     ///< lines to be prefetched
+  std::int64_t lines;        ///< beside each tile
+};
+
+/// C of kRows rows and kColumns tile columns (+)= their products with a run.
+template <class Product, int kRows, int kColumns>
+void MultiplyInRegisters(const RegisterRun& run, float* c, std::int64_t ldc, bool accumulate) {
+  F32x16 sum[kRows][2 * kColumns] = {};
+  if (accumulate) {
+#pragma GCC unroll 12
+    for (int t = 0; t < kRows; ++t) {
+#pragma GCC unroll 16
+      for (int j = 0; j < 2 * kColumns; ++j) sum[t][j] = LoadF32(c + t * ldc + 16 * j);
+    }
+  }
+  const BFloat16 *tiles = run.tiles, *left = run.left, *ahead = run.ahead;
+  for (std::int64_t n = 0; n < run.length; ++n, tiles += run.stride) {
+    for (std::int64_t i = run.lines * kColumns; i > 0; --i, ahead += kTileColumns) __builtin_prefetch(ahead);
+#pragma GCC unroll 1
+    for (int p = 0; p < 8; ++p) {
+      U32x16 right[2 * kColumns];
+#pragma GCC unroll 8
+      for (int j = 0; j < kColumns; ++j) InterleaveRows(tiles + j * kTileElements + 64 * p, right[2 * j], right[2 * j + 1]);
+#pragma GCC unroll 12
+      for (int t = 0; t < kRows; ++t) {
+        std::uint32_t pair;
+        std::memcpy(&pair, left + t * kTileColumns + 2 * p, sizeof(pair));
+        const U32x16 pairs = U32x16{} + pair;
+#pragma GCC unroll 16
+        for (int j = 0; j < 2 * kColumns; ++j) sum[t][j] = Product::Add(sum[t][j], pairs, right[j]);
+      }
+    }
+    left += n % 2 == 0 ? kPanelRows : run.left_stride - kPanelRows;
+  }
+#pragma GCC unroll 12
+  for (int t = 0; t < kRows; ++t) {
+#pragma GCC unroll 16
+    for (int j = 0; j < 2 * kColumns; ++j) StoreF32(c + t * ldc + 16 * j, sum[t][j]);
+  }
+}
+
+/// At most kRows rows, as many of at most `columns` columns as fit; returns how many.
+template <class Product, int kRows>
+int MultiplyColumns(std::int64_t rows, int columns, const RegisterRun& run, float* c, std::int64_t ldc, bool accumulate) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return MultiplyColumns<Product, kRows - 1>(rows, columns, run, c, ldc, accumulate);
+  }
+  constexpr int kColumns = ColumnsInRegisters(kRows);
+  if (columns >= kColumns) {
+    MultiplyInRegisters<Product, kRows, kColumns>(run, c, ldc, accumulate);
+    return kColumns;
+  }
+  MultiplyInRegisters<Product, kRows, 1>(run, c, ldc, accumulate);
+  return 1;
+}
+
+/// A part of a superblock, `columns` from `column` on and `length` panels from `panel` on, times all rows.
+struct RegisterBlock {
+  const GemmSegment* segment;
+  std::int64_t panel, length, column;
+  int columns;
+};
+
+/// @param first, rows  of the activations, below args.first_panel
+template <class Product>
+void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const BFloat16* ahead, std::int64_t first,
+                   std::int64_t rows, float* c, std::int64_t ldc, bool accumulate) {
+  const TileMatrix &weights = block.segment->weights, &x = block.segment->activations;
+  const TileRun tiles = weights.RunDownColumn(block.panel, block.column);
+  const BFloat16* left = x.Tile(args.first_panel, block.panel / 2) + first * kTileColumns;
+  RegisterRun run{tiles.data, tiles.stride, block.length, left, x.column_stride * kTileElements, ahead, 0};
+  alignas(64) BFloat16 decoded[kSuperblock * kTileElements];
+  const std::int64_t groups = CeilDiv(rows, kRowsInRegisters);
+  for (int j = 0, done; j < block.columns; j += done) {
+    int together = groups > 1 ? 1 : block.columns - j;  // groups of rows are not all of one size
+    if (weights.codec != nullptr) {
+      for (std::int64_t p = 0; p < block.length; ++p) {
+        weights.codec->decode(weights, block.panel + p, block.column + j, 1, decoded + p * kTileElements);
+      }
+      run.tiles = decoded;
+      run.stride = kTileElements;
+      together = 1;
+    } else if (weights.column_stride != 0) {
+      run.tiles = weights.Tile(block.panel, block.column + j);
+      together = 1;
+    }
+    done = 1;
+    for (std::int64_t g = 0, row = 0, end; g < groups; ++g, row = end) {
+      end = (g + 1) * rows / groups;
+      run.left = left + row * kTileColumns;
+      run.lines = ahead == nullptr ? 0 : (g + 1) * kPanelRows / groups - g * kPanelRows / groups;
+      done = MultiplyColumns<Product, kRowsInRegisters>(end - row, together, run, c + row * ldc + j * kTileColumns, ldc,
+                                                        accumulate);
+      run.ahead += run.lines * block.length * done * kTileColumns;
+    }
+    run.tiles += done * kTileElements;
+  }
+}
+
+/// What is read after a block of segment s: the next one down the columns, or the first one of the `columns` at `next_column`.
+inline const BFloat16* BlockAhead(const UnpackGemmArgs& args, std::size_t s, std::int64_t end, std::int64_t column,
+                                  std::int64_t next_column) {
+  const TileMatrix* weights = &args.segments[s].weights;
+  if (end >= weights->panels) {
+    end = 0;
+    if (++s == args.segments.size()) {
+      s = 0;
+      column = next_column;
+      if (column >= args.first_column + args.columns) return nullptr;
+    }
+    weights = &args.segments[s].weights;
+  }
+  return weights->data != nullptr ? weights->Tile(end, column) : nullptr;
+}
+
+/// Up to a superblock of columns, `n` of the call and more, times `rows` rows from `first` on: sums to C.
+template <class Product>
+void MultiplySuperblocks(const UnpackGemmArgs& args, std::int64_t n, int columns, std::int64_t first, std::int64_t rows, float* c,
+                         std::int64_t ldc) {
+  const std::int64_t column = args.first_column + n;
+  bool accumulate = args.rows == nullptr && args.accumulate;
+  for (std::size_t s = 0; s < args.segments.size(); ++s) {
+    const GemmSegment& segment = args.segments[s];
+    for (std::int64_t panel = 0, end; panel < segment.weights.panels; panel = end) {
+      end = panel + Least(kSuperblock, segment.weights.panels - panel);
+      const RegisterBlock block{&segment, panel, end - panel, column, columns};
+      MultiplyBlock<Product>(args, block, BlockAhead(args, s, end, column, column + columns), first, rows, c, ldc, accumulate);
+      accumulate = true;
+    }
+  }
+}
+
+/// Without memory for sums rows are taken as many at a time as fit the registers, all the way.
+template <class Product>
+void UnpackInRegisters(const UnpackGemmArgs& args) {
+  constexpr std::int64_t kPitch = SumsPitch(kSuperblock * kTileColumns);
+  const std::int64_t all = args.row_count > 0 ? args.row_count : args.panels * kPanelRows;
+  const std::int64_t step = args.c != nullptr ? all : kRowsInRegisters;
+  for (std::int64_t n = 0, columns; n < args.columns; n += columns) {
+    const std::int64_t column = args.first_column + n;
+    columns = Least(kSuperblock - column % kSuperblock, args.columns - n);
+    for (std::int64_t first = 0; first < all; first += step) {
+      const std::int64_t rows = Least(step, all - first);
+      if (args.rows == nullptr) {
+        MultiplySuperblocks<Product>(args, n, static_cast<int>(columns), first, rows, args.c + n * kTileColumns, args.ldc);
+        continue;
+      }
+      alignas(64) float block[kRowsInRegisters * kPitch];
+      float* c = args.c != nullptr ? args.c : block;
+      const std::int64_t ldc = args.c != nullptr ? args.ldc : kPitch;
+      MultiplySuperblocks<Product>(args, n, static_cast<int>(columns), first, rows, c, ldc);
+      for (std::int64_t t = 0; t < rows; ++t) {
+        for (std::int64_t j = 0; j < columns; ++j) {
+          ScatterRows(c + t * ldc + j * kTileColumns, ldc, 1, kTileColumns, args.rows + first + t, (column + j) * kTileColumns);
+        }
+      }
+    }
+  }
+  if (args.rows != nullptr) StreamFence();
+}
+
+}  // namespace
