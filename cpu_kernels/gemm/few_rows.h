@@ -83,16 +83,12 @@ template <int kTokens>
 MOESAIC_INLINE U32x16 RepeatPart(const BFloat16* line) {
   if constexpr (kTokens == 1) {
     return LoadPairs(line);
+#if defined(__AVX512F__)
   } else if constexpr (kTokens == 2) {
-    using U64x4 = std::uint64_t __attribute__((vector_size(32)));
-    U64x4 v;
-    std::memcpy(&v, line, sizeof(v));
-    return (U32x16)__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
+    return (U32x16)_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(line)));
   } else if constexpr (kTokens == 4) {
-    using U64x2 = std::uint64_t __attribute__((vector_size(16)));
-    U64x2 v;
-    std::memcpy(&v, line, sizeof(v));
-    return (U32x16)__builtin_shufflevector(v, v, 0, 1, 2, 3, 0, 1, 2, 3);
+    return (U32x16)_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line)));
+#endif
   } else if constexpr (kTokens == 8) {
     std::uint64_t part;
     std::memcpy(&part, line, sizeof(part));
