@@ -81,51 +81,49 @@ MOESAIC_INLINE void PartsSideBySide(const BFloat16* rows, BFloat16* parts) {
 /// Repeats the first 1 / kTokens of a line.
 template <int kTokens>
 MOESAIC_INLINE U32x16 RepeatPart(const BFloat16* line) {
-  if constexpr (kTokens == 1) {
-    return LoadPairs(line);
-#if defined(__AVX512F__)
-  } else if constexpr (kTokens == 2) {
+#if defined(__AVX512F__)  // GCC makes single loads of these alone
+  if constexpr (kTokens == 2) {
     return (U32x16)_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(line)));
   } else if constexpr (kTokens == 4) {
     return (U32x16)_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line)));
-#endif
   } else if constexpr (kTokens == 8) {
     std::uint64_t part;
     std::memcpy(&part, line, sizeof(part));
     return (U32x16)(U64x8{} + part);
-  } else {
+  } else if constexpr (kTokens == 16) {
     std::uint32_t pair;
     std::memcpy(&pair, line, sizeof(pair));
     return U32x16{} + pair;
   }
+#else
+  if constexpr (kTokens > 1) {
+    constexpr int kBytes = 64 / kTokens;
+    U32x16 v;
+    for (int i = 0; i < kTokens; ++i) std::memcpy(reinterpret_cast<char*>(&v) + i * kBytes, line, kBytes);
+    return v;
+  }
+#endif
+  return LoadPairs(line);
 }
 
-/// Stored tiles of a panel, one after the other, and what is to be read after them.
-struct FewRowsRun {
-  const BFloat16* tiles;
-  const BFloat16* ahead;
-  std::int64_t stride;
-  std::int64_t length;
-};
+/// Tiles of the contraction between two visits of the sums: the part of a panel that lies in one superblock.
+inline constexpr std::int64_t kFewRowsDepth = kSuperblock;
 
-/// How kVectors vectors of activations are multiplied at a time.
+/// kVectors vectors of activations at a time.
 template <int kTokens, int kVectors>
 struct FewRowsForm {
   static constexpr int kRows = kTokens * kVectors;
   /// Rows of weights whose sums fit the registers.
   static constexpr int kWeights = kVectors == 1 ? kPanelRows : kPanelRows / 2;
-  /// Tiles of the contraction between two visits of the sums, at most: their activations, up to 32 KB, stay in L1, and so do
-  /// the weights where they pass twice.
-  static constexpr int kDepth = kVectors == 1 ? 4 * kSuperblock : kSuperblock;
-
   /// Of a panel: [row of weights][token, part].
   using Sums = float[kPanelRows][kVectors][16];
 };
 
-/// Adds the products of rows [row, row + kWeights) of a panel to its sums.
+/// Adds the products of rows [row, row + kWeights) of a panel's tiles to its sums.
+/// @param ahead  as many tiles, which are prefetched
 /// @param parts  [tile][vector][part] lines
 template <class Product, int kTokens, int kVectors>
-void FewRowsPanel(const FewRowsRun* runs, int count, int row, const BFloat16* parts,
+void FewRowsPanel(const TileRun& run, const BFloat16* ahead, int row, const BFloat16* parts,
                   typename FewRowsForm<kTokens, kVectors>::Sums& sums) {
   constexpr int kWeights = FewRowsForm<kTokens, kVectors>::kWeights;
   F32x16 sum[kWeights][kVectors];
@@ -134,23 +132,21 @@ void FewRowsPanel(const FewRowsRun* runs, int count, int row, const BFloat16* pa
 #pragma GCC unroll 3
     for (int j = 0; j < kVectors; ++j) sum[i][j] = LoadF32(sums[row + i][j]);
   }
-  for (int r = 0; r < count; ++r) {
-    const BFloat16* tile = runs[r].tiles + row * kTileColumns;
-    const BFloat16* ahead = runs[r].ahead + row * runs[r].length * kTileColumns;
-    for (std::int64_t k = runs[r].length; k > 0; --k, tile += runs[r].stride, parts += kVectors * kTokens * kTileColumns) {
+  const BFloat16* tile = run.data + row * kTileColumns;
+  ahead += row * run.length * kTileColumns;
+  for (std::int64_t k = run.length; k > 0; --k, tile += run.stride, parts += kVectors * kTokens * kTileColumns) {
 #pragma GCC unroll 1
-      for (int q = 0; q < kTokens; ++q) {
+    for (int q = 0; q < kTokens; ++q) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kWeights / kTokens; ++i, ahead += kTileColumns) __builtin_prefetch(ahead);
-        U32x16 right[kVectors];
+      for (int i = 0; i < kWeights / kTokens; ++i, ahead += kTileColumns) __builtin_prefetch(ahead);
+      U32x16 right[kVectors];
 #pragma GCC unroll 3
-        for (int j = 0; j < kVectors; ++j) right[j] = LoadPairs(parts + (j * kTokens + q) * kTileColumns);
+      for (int j = 0; j < kVectors; ++j) right[j] = LoadPairs(parts + (j * kTokens + q) * kTileColumns);
 #pragma GCC unroll 16
-        for (int i = 0; i < kWeights; ++i) {
-          const U32x16 left = RepeatPart<kTokens>(tile + i * kTileColumns + q * (kTileColumns / kTokens));
+      for (int i = 0; i < kWeights; ++i) {
+        const U32x16 left = RepeatPart<kTokens>(tile + i * kTileColumns + q * (kTileColumns / kTokens));
 #pragma GCC unroll 3
-          for (int j = 0; j < kVectors; ++j) sum[i][j] = Product::Add(sum[i][j], left, right[j]);
-        }
+        for (int j = 0; j < kVectors; ++j) sum[i][j] = Product::Add(sum[i][j], left, right[j]);
       }
     }
   }
@@ -184,46 +180,36 @@ void StoreFewRows(const typename FewRowsForm<kTokens, kVectors>::Sums& sums, std
   }
 }
 
-/// Up to a superblock of panels at a time, so that their activations are laid out once.
+/// Up to a superblock of panels at a time: their tiles are read in runs of 64 KB, and the activations laid out once for all.
 template <class Product, int kTokens, int kVectors>
 void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels) {
   using Form = FewRowsForm<kTokens, kVectors>;
-  alignas(64) BFloat16 parts[Form::kDepth * Form::kRows * kTileColumns];
+  alignas(64) BFloat16 parts[kFewRowsDepth][kVectors][kTokens * kTileColumns];
   alignas(64) typename Form::Sums sums[kSuperblock];
   std::memset(sums, 0, sizeof(sums[0]) * static_cast<std::size_t>(panels));
   const std::int64_t first_panel = args.first_panel + first;
-  const BFloat16* next_call = args.prefetch.weights.data != nullptr && first + panels == args.panels
-                                  ? args.prefetch.weights.Tile(args.prefetch.first_panel, args.prefetch.first_column)
-                                  : nullptr;
+  const PrefetchRange& next_call = args.prefetch;
   for (const GemmSegment& segment : args.segments) {
-    const TileMatrix &weights = segment.weights, &x = segment.activations;
+    const TileMatrix& weights = segment.weights;
     for (std::int64_t begin = 0, end; begin < weights.columns; begin = end) {
-      end = begin + Least(Form::kDepth, weights.columns - begin);
+      end = begin + Least(kFewRowsDepth, weights.columns - begin);
       for (std::int64_t k = begin; k < end; ++k) {
         for (int j = 0; j < kVectors; ++j) {
-          PartsSideBySide<kTokens>(x.Tile(0, k) + j * kTokens * kTileColumns,
-                                   parts + ((k - begin) * kVectors + j) * kTokens * kTileColumns);
+          PartsSideBySide<kTokens>(segment.activations.Tile(0, k) + j * kTokens * kTileColumns, parts[k - begin][j]);
         }
       }
       for (int p = 0; p < panels; ++p) {
-        FewRowsRun runs[Form::kDepth / kSuperblock + 1];
-        int count = 0;
-        BFloat16* decoded = args.scratch;
-        for (std::int64_t k = begin; k < end; ++count) {
-          const TileRun run = WeightRun(weights, first_panel + p, k, end, decoded);
-          if (weights.codec != nullptr) decoded += run.length * kTileElements;
-          runs[count] = {run.data, run.data, run.stride, run.length};
-          if (count > 0) runs[count - 1].ahead = run.data;
-          k += run.length;
-        }
-        if (weights.codec == nullptr) {
-          const BFloat16* next = p + 1 < panels         ? weights.Tile(first_panel + p + 1, begin)
-                                 : end < weights.columns ? weights.Tile(first_panel, end)
-                                                         : next_call;
-          if (next != nullptr) runs[count - 1].ahead = next;
+        const TileRun run = WeightRun(weights, first_panel + p, begin, end, args.scratch);
+        const BFloat16* ahead = run.data;
+        if (p + 1 < panels) {
+          if (weights.codec == nullptr) ahead = weights.Tile(first_panel + p + 1, begin);
+        } else if (end < weights.columns) {
+          if (weights.codec == nullptr) ahead = weights.Tile(first_panel, end);
+        } else if (next_call.weights.data != nullptr && first + panels == args.panels) {
+          ahead = next_call.weights.Tile(next_call.first_panel, next_call.first_column);
         }
         for (int row = 0; row < kPanelRows; row += Form::kWeights) {
-          FewRowsPanel<Product, kTokens, kVectors>(runs, count, row, parts, sums[p]);
+          FewRowsPanel<Product, kTokens, kVectors>(run, ahead, row, parts[0][0], sums[p]);
         }
       }
     }
