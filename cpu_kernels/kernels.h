@@ -46,8 +46,8 @@ struct DirectGemmArgs {
   float* c = nullptr;                  ///< [16 panels][ldc], 64-byte aligned rows
   std::int64_t ldc = 0;                ///< elements, a multiple of 16
   bool accumulate = false;             ///< start from C instead of 0
-  std::int64_t few_rows = 0;           ///< 1 to KernelTier::most_few_rows: activations are one panel of stored tiles, of which
-                                       ///< so many rows count, and the other 16 - few_rows columns of C become 0
+  std::int64_t few_rows = 0;           ///< 1 to KernelTier::most_few_rows: activations are stored tiles, of which so many
+                                       ///< rows count, and the other columns of C become 0
   BFloat16* scratch = nullptr;         ///< DirectScratchElements(...), 64-byte aligned: decoded weights; null for bf16
   PrefetchRange prefetch;
 };
@@ -94,7 +94,7 @@ struct GradientGemmArgs {
   float* c = nullptr;         ///< [16 panels][ldc], 64-byte aligned rows; 16 * right.panels columns are written
   std::int64_t ldc = 0;       ///< elements, a multiple of 16
   bool accumulate = false;    ///< start from C instead of 0
-  std::int64_t few_rows = 0;  ///< 1 to KernelTier::most_few_rows: so many t count, and no others are read but the last one's
+  std::int64_t few_rows = 0;  ///< 1 to KernelTier::most_few_gradient_rows: so many t count, and no others are read but the last one's
                               ///< partner in its pair, which is zero
 };
 
@@ -280,7 +280,8 @@ struct KernelTier {
   const char* name;
   std::int64_t left_panels;    ///< of one cell (gemm/cell.h): what its edges are a multiple of
   std::int64_t right_panels;   ///<
-  std::int64_t most_few_rows;  ///< see DirectGemmArgs::few_rows; 0: there is no such form
+  std::int64_t most_few_rows;           ///< see DirectGemmArgs::few_rows; 0: there is no such form
+  std::int64_t most_few_gradient_rows;  ///< see GradientGemmArgs::few_rows
   bool unpack_overlaps;        ///< the unpack form interleaves weights beside its products instead of before them: a matrix
                                ///< unit, which takes contractions in slices in both forms
   bool (*runs_here)();         ///< supported by the CPU and permitted by the operating system

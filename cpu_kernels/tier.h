@@ -55,6 +55,7 @@ constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
           Cell::kMaxA,
           Cell::kMaxB,
           std::is_void_v<typename Cell::Product> ? 0 : kMostFewRows,
+          std::is_void_v<typename Cell::Product> ? 0 : kMostGradientRows,
           Cell::kVectorsIdle,
           runs_here,
           Direct<Cell>,

@@ -197,7 +197,7 @@ void BackwardPass::StepGradients(const Job& job, const BackwardBuffers& buffers,
     gemm.segments = {segments.data(), right.lo.data != nullptr ? std::size_t{2} : std::size_t{1}};
     gemm.panels = CeilDiv(rows, kPanelRows);
     gemm.ldc = lora.gradient_columns(m);
-    gemm.few_rows = FewRows(job);
+    gemm.few_rows = FewGradientRows(job);
     // The expert's first job starts the sums.
     gemm.c = (job.previous < 0 ? LoraOf(job).gradient[m] : buffers.partial[m]) + first * gemm.ldc;
     kernels.gradient_gemm(gemm);

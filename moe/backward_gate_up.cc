@@ -89,7 +89,7 @@ void BackwardPass::DownGradients(const Job& job, const BackwardBuffers& buffers,
   gemm.segments = {&segment, 1};
   gemm.ldc = lora.gradient_columns(kLoraBDownT);
   gemm.accumulate = job.previous >= 0;
-  gemm.few_rows = FewRows(job);
+  gemm.few_rows = FewGradientRows(job);
   TransposePairsArgs transpose;
   transpose.pairs = buffers.d;
   transpose.pairs.panels = CeilDiv(job.rows, kPanelRows);
@@ -130,7 +130,7 @@ void BackwardPass::InputGradients(const Job& job, const BackwardBuffers& buffers
       pack.count = job.rows;
       pack.columns = width;
       pack.row_pairs = right;
-      pack.panels = FewRows(job) > 0 ? 1 : 2 * right.columns;
+      pack.panels = FewGradientRows(job) > 0 ? 1 : 2 * right.columns;
       pack.tile_columns = count;
       kernels.pack_rows(pack);
     }
@@ -143,7 +143,7 @@ void BackwardPass::InputGradients(const Job& job, const BackwardBuffers& buffers
     gemm.ldc = padded_hidden;
     gemm.c = LoraOf(job).gradient[kLoraA] + column;
     gemm.accumulate = job.previous >= 0;
-    gemm.few_rows = FewRows(job);
+    gemm.few_rows = FewGradientRows(job);
     kernels.gradient_gemm(gemm);
   }
 }

@@ -207,7 +207,7 @@ void Pass::PackForDirect(const Job& job, const void* const* rows, DType dtype, c
   pack.count = job.rows;
   pack.columns = config.hidden_size;
   (FewRows(job) > 0 ? pack.stored : pack.pairs) = tiles;
-  pack.panels = FewRows(job) > 0 ? 1 : tiles.panels;
+  pack.panels = FewRows(job) > 0 ? CeilDiv(job.rows, kPanelRows) : tiles.panels;
   pack.tile_columns = tiles.columns;
   kernels.pack_rows(pack);
 }

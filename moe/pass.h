@@ -179,8 +179,9 @@ class Pass {
   /// lie a multiple of 1 KB apart and share cache sets. (Measured: 5 to 15% of the GEMM that writes them.)
   std::int64_t row_pitch() const { return padded_hidden + (padded_hidden % 512 == 0 ? kTileColumns : 0); }
 
-  /// The few_rows of a job's GEMMs: its rows where the tier has a form for so few, else 0.
+  /// The few_rows of a job's direct GEMMs, and of its gradients: its rows where the tier has a form for so few, else 0.
   std::int64_t FewRows(const Job& job) const { return job.rows <= kernels.most_few_rows ? job.rows : 0; }
+  std::int64_t FewGradientRows(const Job& job) const { return job.rows <= kernels.most_few_gradient_rows ? job.rows : 0; }
   /// What a direct GEMM takes a job's activations as: pairs, or stored tiles where its rows are few. `rows`: one pointer for
   /// each row of the job, to H values.
   void PackForDirect(const Job& job, const void* const* rows, DType dtype, const TileMatrix& tiles) const;

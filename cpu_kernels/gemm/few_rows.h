@@ -21,9 +21,10 @@
 
 namespace {
 
-/// One panel: with 12 rows an expert on average, taking up to 16 this way was a tenth faster than up to 12 (a layer forward,
-/// avx512).
-inline constexpr int kMostFewRows = 16;
+/// Of more rows cells waste less. (Zen 5, GFLOP/s: 72 rows 403 by cells, which take 80, and 415 here; 96 rows 465 and 420.)
+inline constexpr int kMostFewRows = 64;
+/// One panel, of the gradient form.
+inline constexpr int kMostGradientRows = 16;
 
 MOESAIC_INLINE U32x16 LoadPairs(const BFloat16* p) {
   U32x16 v;
@@ -106,39 +107,25 @@ MOESAIC_INLINE U32x16 RepeatPart(const BFloat16* line) {
   return LoadPairs(line);
 }
 
-/// Tiles of the contraction between two visits of the sums: the part of a panel that lies in one superblock.
-inline constexpr std::int64_t kFewRowsDepth = kSuperblock;
-
-/// kVectors vectors of activations at a time.
-template <int kTokens, int kVectors>
-struct FewRowsForm {
-  static constexpr int kRows = kTokens * kVectors;
-  /// Rows of weights whose sums fit the registers.
-  static constexpr int kWeights = kVectors == 1 ? kPanelRows : kPanelRows / 2;
-  /// Of a panel: [row of weights][token, part].
-  using Sums = float[kPanelRows][kVectors][16];
-};
-
-/// Adds the products of rows [row, row + kWeights) of a panel's tiles to its sums.
-/// @param ahead  as many tiles, which are prefetched
-/// @param parts  [tile][vector][part] lines
-template <class Product, int kTokens, int kVectors>
-void FewRowsPanel(const TileRun& run, const BFloat16* ahead, int row, const BFloat16* parts,
-                  typename FewRowsForm<kTokens, kVectors>::Sums& sums) {
-  constexpr int kWeights = FewRowsForm<kTokens, kVectors>::kWeights;
+/// Adds the products of kWeights rows of a run of stored tiles with kVectors vectors of activations to their sums.
+/// @param ahead  lines that are prefetched, kLines beside each part of a tile
+/// @param parts  [tile][pitch] elements, of which [vector][part] lines are read
+/// @param sums   [row][pitch], of which [vector][16] are added to
+template <class Product, int kTokens, int kVectors, int kWeights, int kLines>
+MOESAIC_INLINE void MultiplyParts(const TileRun& run, const BFloat16* ahead, const BFloat16* parts, std::int64_t parts_pitch,
+                                  float* sums, std::int64_t sums_pitch) {
   F32x16 sum[kWeights][kVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kWeights; ++i) {
 #pragma GCC unroll 3
-    for (int j = 0; j < kVectors; ++j) sum[i][j] = LoadF32(sums[row + i][j]);
+    for (int j = 0; j < kVectors; ++j) sum[i][j] = LoadF32(sums + i * sums_pitch + 16 * j);
   }
-  const BFloat16* tile = run.data + row * kTileColumns;
-  ahead += row * run.length * kTileColumns;
-  for (std::int64_t k = run.length; k > 0; --k, tile += run.stride, parts += kVectors * kTokens * kTileColumns) {
+  const BFloat16* tile = run.data;
+  for (std::int64_t k = run.length; k > 0; --k, tile += run.stride, parts += parts_pitch) {
 #pragma GCC unroll 1
     for (int q = 0; q < kTokens; ++q) {
 #pragma GCC unroll 16
-      for (int i = 0; i < kWeights / kTokens; ++i, ahead += kTileColumns) __builtin_prefetch(ahead);
+      for (int i = 0; i < kLines; ++i, ahead += kTileColumns) __builtin_prefetch(ahead);
       U32x16 right[kVectors];
 #pragma GCC unroll 3
       for (int j = 0; j < kVectors; ++j) right[j] = LoadPairs(parts + (j * kTokens + q) * kTileColumns);
@@ -153,7 +140,7 @@ void FewRowsPanel(const TileRun& run, const BFloat16* ahead, int row, const BFlo
 #pragma GCC unroll 16
   for (int i = 0; i < kWeights; ++i) {
 #pragma GCC unroll 3
-    for (int j = 0; j < kVectors; ++j) StoreF32(sums[row + i][j], sum[i][j]);
+    for (int j = 0; j < kVectors; ++j) StoreF32(sums + i * sums_pitch + 16 * j, sum[i][j]);
   }
 }
 
@@ -167,63 +154,111 @@ MOESAIC_INLINE F32x16 SumOfParts(F32x16 v) {
   return v;
 }
 
-/// C^T of one panel, zeros beyond `rows`, to C or added to it.
-template <int kTokens, int kVectors>
-void StoreFewRows(const typename FewRowsForm<kTokens, kVectors>::Sums& sums, std::int64_t rows, float* c, std::int64_t ldc,
-                  bool accumulate) {
-  for (int i = 0; i < kPanelRows; ++i, c += ldc) {
-    alignas(64) float parts[kVectors][16], row[16] = {};
-    for (int j = 0; j < kVectors; ++j) StoreF32(parts[j], SumOfParts<kTokens>(LoadF32(sums[i][j])));
-    for (std::int64_t t = 0; t < rows; ++t) row[t] = parts[t / kTokens][t % kTokens * (16 / kTokens)];
-    const F32x16 value = LoadF32(row);
-    StoreF32(c, accumulate ? LoadF32(c) + value : value);
-  }
-}
+/// Up to kTokens rows, in one vector: 16 rows of weights at a time.
+template <class Product, int kTokens>
+struct OneVector {
+  static constexpr int kMostRows = kTokens;
 
-/// Up to a superblock of panels at a time: their tiles are read in runs of 64 KB, and the activations laid out once for all.
-template <class Product, int kTokens, int kVectors>
-void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels) {
-  using Form = FewRowsForm<kTokens, kVectors>;
-  alignas(64) BFloat16 parts[kFewRowsDepth][kVectors][kTokens * kTileColumns];
-  alignas(64) typename Form::Sums sums[kSuperblock];
-  std::memset(sums, 0, sizeof(sums[0]) * static_cast<std::size_t>(panels));
-  const std::int64_t first_panel = args.first_panel + first;
-  const PrefetchRange& next_call = args.prefetch;
-  for (const GemmSegment& segment : args.segments) {
-    const TileMatrix& weights = segment.weights;
-    for (std::int64_t begin = 0, end; begin < weights.columns; begin = end) {
-      end = begin + Least(kFewRowsDepth, weights.columns - begin);
-      for (std::int64_t k = begin; k < end; ++k) {
-        for (int j = 0; j < kVectors; ++j) {
-          PartsSideBySide<kTokens>(segment.activations.Tile(0, k) + j * kTokens * kTileColumns, parts[k - begin][j]);
+  static constexpr std::int64_t Vectors(std::int64_t) { return 1; }
+  static void LayOut(const BFloat16* rows, std::int64_t, BFloat16* parts) { PartsSideBySide<kTokens>(rows, parts); }
+  static void Multiply(const TileRun& run, const BFloat16* ahead, const BFloat16* parts, std::int64_t, float* sums) {
+    MultiplyParts<Product, kTokens, 1, kPanelRows, kPanelRows / kTokens>(run, ahead, parts, kTokens * kTileColumns, sums, 16);
+  }
+  static void Row(const float* sums, std::int64_t, float* row) {
+    alignas(64) float parts[16];
+    StoreF32(parts, SumOfParts<kTokens>(LoadF32(sums)));
+    for (std::int64_t t = 0; t < kTokens; ++t) row[t] = parts[t * (16 / kTokens)];
+  }
+};
+
+/// More of them, kTokens in a vector: up to three vectors and 8 rows of weights at a time. (GFLOP/s of a Zen 5 core with weights
+/// from memory, 24, 32 and 64 rows, 4 in a vector: 350, 370, 370; 8: 400, 430, 420; 16, as a cell has them: 310, 420, 425.)
+template <class Product, int kTokens, int kMost>
+struct SomeVectors {
+  static constexpr int kMostRows = kMost;
+
+  static constexpr std::int64_t Vectors(std::int64_t rows) { return CeilDiv(rows, kTokens); }
+  static void LayOut(const BFloat16* rows, std::int64_t vectors, BFloat16* parts) {
+    constexpr std::int64_t kVector = kTokens * kTileColumns;
+    for (std::int64_t v = 0; v < vectors; ++v) PartsSideBySide<kTokens>(rows + v * kVector, parts + v * kVector);
+  }
+  static void Multiply(const TileRun& run, const BFloat16* ahead, const BFloat16* parts, std::int64_t vectors, float* sums) {
+    constexpr int kHalf = kPanelRows / 2, kLines = kHalf / kTokens;
+    const std::int64_t groups = CeilDiv(vectors, 3), pitch = kTokens * vectors * kTileColumns, sums_pitch = 16 * vectors;
+    const BFloat16* const first_ahead = ahead;
+    for (int row = 0; row < kPanelRows; row += kHalf) {
+      const TileRun half{run.data + row * kTileColumns, run.stride, run.length};
+      for (std::int64_t g = 0, v = 0, to; g < groups; ++g, v = to) {
+        to = (g + 1) * vectors / groups;
+        const BFloat16* part = parts + v * kTokens * kTileColumns;
+        float* sum = sums + row * sums_pitch + 16 * v;
+        if (to - v == 3) {
+          MultiplyParts<Product, kTokens, 3, kHalf, kLines>(half, ahead, part, pitch, sum, sums_pitch);
+        } else if (to - v == 2) {
+          MultiplyParts<Product, kTokens, 2, kHalf, kLines>(half, ahead, part, pitch, sum, sums_pitch);
+        } else {
+          MultiplyParts<Product, kTokens, 1, kHalf, kLines>(half, ahead, part, pitch, sum, sums_pitch);
         }
-      }
-      for (int p = 0; p < panels; ++p) {
-        const TileRun run = WeightRun(weights, first_panel + p, begin, end, args.scratch);
-        const BFloat16* ahead = run.data;
-        if (p + 1 < panels) {
-          if (weights.codec == nullptr) ahead = weights.Tile(first_panel + p + 1, begin);
-        } else if (end < weights.columns) {
-          if (weights.codec == nullptr) ahead = weights.Tile(first_panel, end);
-        } else if (next_call.weights.data != nullptr && first + panels == args.panels) {
-          ahead = next_call.weights.Tile(next_call.first_panel, next_call.first_column);
-        }
-        for (int row = 0; row < kPanelRows; row += Form::kWeights) {
-          FewRowsPanel<Product, kTokens, kVectors>(run, ahead, row, parts[0][0], sums[p]);
-        }
+        // All is prefetched by two passes.
+        ahead = ahead == first_ahead ? ahead + run.length * kHalf * kTileColumns : first_ahead;
       }
     }
   }
-  for (int p = 0; p < panels; ++p) {
-    StoreFewRows<kTokens, kVectors>(sums[p], args.few_rows, args.c + (first + p) * kPanelRows * args.ldc, args.ldc,
-                                    args.accumulate);
+  static void Row(const float* sums, std::int64_t vectors, float* row) {
+    for (std::int64_t v = 0; v < vectors; ++v) OneVector<Product, kTokens>::Row(sums + 16 * v, 1, row + v * kTokens);
+  }
+};
+
+/// Up to a superblock of panels at a time, so that the activations are laid out once for all, and superblock after superblock
+/// along the contraction, so that weights come from memory in runs of 64 KB.
+template <class Form>
+void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels) {
+  alignas(64) BFloat16 parts[kSuperblock * Form::kMostRows * kTileColumns];
+  alignas(64) float sums[kSuperblock * kPanelRows * 16 * Form::Vectors(Form::kMostRows)];
+  const std::int64_t rows = args.few_rows, vectors = Form::Vectors(rows), of_panel = kPanelRows * 16 * vectors;
+  const std::int64_t pitch = Form::kMostRows / Form::Vectors(Form::kMostRows) * vectors * kTileColumns;
+  const std::int64_t first_panel = args.first_panel + first;
+  std::memset(sums, 0, static_cast<std::size_t>(panels * of_panel) * sizeof(float));
+  for (const GemmSegment& segment : args.segments) {
+    const TileMatrix& weights = segment.weights;
+    for (std::int64_t begin = 0, end; begin < weights.columns; begin = end) {
+      end = begin + Least(kSuperblock, weights.columns - begin);
+      for (std::int64_t k = begin; k < end; ++k) {
+        Form::LayOut(segment.activations.Tile(0, k), vectors, parts + (k - begin) * pitch);
+      }
+      for (int p = 0; p < panels; ++p) {
+        const TileRun run = WeightRun(weights, first_panel + p, begin, end, args.scratch);
+        const TileMatrix* then = &weights;
+        std::int64_t panel = first_panel + p + 1, column = begin;
+        if (p + 1 == panels) {
+          panel = first_panel;
+          column = end;
+          if (end == weights.columns) {
+            then = &args.prefetch.weights;
+            panel = args.prefetch.first_panel;
+            column = args.prefetch.first_column;
+          }
+        }
+        Form::Multiply(run, then->data != nullptr ? then->Tile(panel, column) : run.data, parts, vectors, sums + p * of_panel);
+      }
+    }
+  }
+  for (std::int64_t i = 0; i < panels * kPanelRows; ++i) {
+    alignas(64) float row[RoundUp(Form::kMostRows, kPanelRows)] = {};
+    Form::Row(sums + i * 16 * vectors, vectors, row);
+    for (std::int64_t t = rows; t < RoundUp(rows, kPanelRows); ++t) row[t] = 0.0f;
+    float* c = args.c + (first * kPanelRows + i) * args.ldc;
+    for (std::int64_t t = 0; t < rows; t += kPanelRows) {
+      const F32x16 value = LoadF32(row + t);
+      StoreF32(c + t, args.accumulate ? LoadF32(c + t) + value : value);
+    }
   }
 }
 
-template <class Product, int kTokens, int kVectors>
+template <class Form>
 void FewRowsDirectAs(const DirectGemmArgs& args) {
   for (std::int64_t p = 0; p < args.panels; p += kSuperblock) {
-    FewRowsPanels<Product, kTokens, kVectors>(args, p, Least(kSuperblock, args.panels - p));
+    FewRowsPanels<Form>(args, p, Least(kSuperblock, args.panels - p));
   }
 }
 
@@ -232,12 +267,12 @@ void FewRowsDirect(const DirectGemmArgs& args) {
   for (const BFloat16* line : args.prefetch.others) {
     for (std::int64_t i = 0; line != nullptr && i < args.prefetch.lines; ++i) __builtin_prefetch(line + i * kTileColumns, 0, 2);
   }
-  if (args.few_rows == 1) return FewRowsDirectAs<Product, 1, 1>(args);
-  if (args.few_rows == 2) return FewRowsDirectAs<Product, 2, 1>(args);
-  if (args.few_rows <= 4) return FewRowsDirectAs<Product, 4, 1>(args);
-  if (args.few_rows <= 8) return FewRowsDirectAs<Product, 8, 1>(args);
-  if (args.few_rows <= 12) return FewRowsDirectAs<Product, 4, 3>(args);
-  FewRowsDirectAs<Product, 16, 1>(args);
+  if (args.few_rows == 1) return FewRowsDirectAs<OneVector<Product, 1>>(args);
+  if (args.few_rows == 2) return FewRowsDirectAs<OneVector<Product, 2>>(args);
+  if (args.few_rows <= 4) return FewRowsDirectAs<OneVector<Product, 4>>(args);
+  if (args.few_rows <= 8) return FewRowsDirectAs<OneVector<Product, 8>>(args);
+  if (args.few_rows <= 12) return FewRowsDirectAs<SomeVectors<Product, 4, 12>>(args);
+  FewRowsDirectAs<SomeVectors<Product, 8, kMostFewRows>>(args);
 }
 
 // ---- Gradient ----

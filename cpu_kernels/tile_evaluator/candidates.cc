@@ -53,8 +53,7 @@ Axes AxesOf(const GemmProblem& problem, const MachineModel& machine) {
 /// Whether every group takes a form for few rows along the whole contraction: the direct one, the unpack form where it rounds.
 bool AllFewWhole(const GemmProblem& problem, const MachineModel& machine) {
   if (problem.form == GemmForm::kGradient || (problem.form == GemmForm::kUnpack && problem.output_bytes == 4)) return false;
-  return std::ranges::all_of(problem.groups,
-                             [&](const GroupRows& group) { return group.rows <= machine.kernel.most_few_rows; });
+  return std::ranges::all_of(problem.groups, [&](const GroupRows& group) { return IsFew(problem, group.rows, machine); });
 }
 
 /// Whether another candidate does the same, or nothing speaks for it.

@@ -57,12 +57,10 @@ constexpr double kAllFound = 0.5, kNoneFound = 1.75;
 /// Of weights' way from memory and their unpacking before the products: prefetches are spread over the unpacking evenly.
 constexpr double kUnpackOverlap = 2;
 
-/// Of the forms for few rows, direct and unpack, whose prefetches are spread evenly; without any: 1, and in the unpack form,
-/// whose tiles of a column lie apart, each tile waits a latency. (6 x 768 x 2,048, 12 x 2,048 x 768, unpack: 304 and 473 us in
-/// calls of 256 columns, of whose first 32 that holds, 258 and 412 in one call.)
-/// (AVX-512, 4 and 8 rows, direct: 43 and 84 ns a tile in L2, 90 and 121 from a memory that gives one in 70; unpack, 3 and 8
-/// rows: 36 and 79, 77 and 107; direct without prefetching, 2 rows: 24, 107.)
-constexpr double kFewDirectOverlap = 1.5, kFewUnpackOverlap = 2;
+/// Of the forms for few rows, direct and unpack, whose prefetches are spread evenly; without any: 1. (Zen 5, one core that reads
+/// 40 GB/s, ns a tile from L2 and from memory: direct, 4, 8 and 12 rows 14, 21, 32 and 29, 32, 35; unpack, 8, 12, 16 and 32
+/// rows 22, 30, 39, 76 and 32, 33, 41, 76.)
+constexpr double kFewDirectOverlap = 2.5, kFewUnpackOverlap = 2.5;
 
 /// The unpack form prefetches a tile column while it works on the one before. Of what waits so long in L2 a share is lost
 /// before it is used, about as large as the column's share of L2; those lines are waited for, so many at a time. (Where the
@@ -85,8 +83,9 @@ constexpr double kWithoutSlices = 2.4;
 /// and half, 6%.)
 constexpr double kWaitedForL3 = 0.5;
 
-/// Columns whose sums wait in C between two slices of the unpack form.
-constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns;
+/// Columns whose sums wait in C between two slices of the unpack form, and rows of weights of such a slice where vectors
+/// interleave them in registers; activations that these take at a time, at most (gemm/register_unpack.h).
+constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns, kSumDepth = kSuperblock * kPanelRows, kRowsInRegisters = 12;
 /// Tiles of a slice of the direct form's contraction on a matrix unit, and the most that the unpack form takes panel by panel
 /// (AmxCell::kSliceTiles); of a slice of the unpack form (UnpackSlice).
 constexpr std::int64_t kSliceTiles = 2 * kSuperblock, kRightTiles = kSuperblock;
@@ -107,7 +106,6 @@ struct TaskCost {
   bool few = false;            ///< by the forms for few rows
   double unfetched = 0;        ///< share of the weights that nothing prefetches
   bool once = false;           ///< on a matrix unit each weight is met once, and nothing is prefetched
-  double tile_latency_ns = 0;  ///< a latency for each tile of weights from memory, by the unpack form for few rows
   double lost_ns = 0;          ///< waiting for weights that were prefetched too early
   std::array<double, kMemoryLevels> bytes{};  ///< read or written beyond the caches below that level
 };
@@ -125,7 +123,7 @@ constexpr std::int64_t kReaderColumns = 128;
 struct TaskShape {
   std::int64_t rows, columns;
   std::int64_t group_rows;  ///< all rows of its group
-  std::int64_t few_rows;    ///< all rows of its group where the tier has a form for so few, else 0
+  bool few;                 ///< the tier has a form for so few as its group has
   MemoryLevel weights_from, activations_from, result_to;
 };
 
@@ -145,7 +143,7 @@ class TaskCounter {
   TaskCost Count(const TaskShape& task) const {
     TaskCost cost;
     const std::int64_t call_rows = std::min(c_.call_rows, task.rows), call_columns = std::min(c_.call_columns, task.columns);
-    cost.few = task.few_rows > 0;
+    cost.few = task.few;
     const bool whole = cost.few && (p_.form == GemmForm::kDirect || p_.output_bytes == 2);
     const bool direct = p_.form == GemmForm::kDirect;
     const bool unit = m_.kernel.unpack_overlaps;
@@ -171,9 +169,15 @@ class TaskCounter {
     }
     if (slices && unit && !ring && depth <= kSliceTiles * kTileColumns) pieces.left = 1;
     if (cost.few) {
-      const auto form = static_cast<std::size_t>(p_.form == GemmForm::kUnpack);
-      cost.cells_ns = m_.kernel.few_tile_ns[form][static_cast<std::size_t>(task.few_rows - 1)] *
-                      static_cast<double>(CeilDiv(task.columns, kPanelRows) * CeilDiv(p_.k, kTileColumns));
+      const auto tiles = static_cast<double>(CeilDiv(task.columns, kPanelRows) * CeilDiv(p_.k, kTileColumns));
+      const std::int64_t rest = task.rows % call_rows;
+      cost.cells_ns = tiles * static_cast<double>(task.rows / call_rows) * FewTileNs(call_rows);
+      if (rest > 0) cost.cells_ns += tiles * FewTileNs(rest);
+      // Sums of a superblock of columns wait in C between two superblocks of weights down a column.
+      if (!direct) {
+        const double sums = Product(task.rows, task.columns, 4), visits = static_cast<double>(p_.k / kSumDepth);
+        AddAgain(cost, Product(call_rows, kSumColumns, 4) + Product(call_rows, kSumDepth, 2), 2 * sums * visits, MemoryLevel::kL3);
+      }
     } else {
       CountCells(task, call_rows, parts, pieces, cost);
     }
@@ -188,12 +192,10 @@ class TaskCounter {
           ring ? 0 : static_cast<double>(p_.form == GemmForm::kUnpack ? column_calls : 1) / static_cast<double>(fetched);
     }
     cost.calls_ns = calls * m_.kernel.call_ns;
-    if (p_.form == GemmForm::kUnpack && !m_.kernel.unpack_overlaps && task.weights_from == MemoryLevel::kMemory) {
+    if (p_.form == GemmForm::kUnpack && !unit && !cost.few && task.weights_from == MemoryLevel::kMemory) {
       const double share = Product(kTileColumns, depth, p_.weight_bytes) / static_cast<double>(m_.cache_bytes[1]);
       const double lines = Product(task.columns, p_.k, p_.weight_bytes) / 64;
-      const double fetched = cost.few ? 1.0 : 1 - cost.unfetched;
-      cost.lost_ns = fetched * lines * std::min(share, 1.0) * m_.latency_ns[3] / kLostAtATime;
-      if (cost.few) cost.tile_latency_ns = Product(task.columns, p_.k, m_.latency_ns[3]) / kTileElements;
+      cost.lost_ns = (1 - cost.unfetched) * lines * std::min(share, 1.0) * m_.latency_ns[3] / kLostAtATime;
     }
 
     if (p_.form == GemmForm::kUnpack && unit && task.weights_from == MemoryLevel::kMemory) {
@@ -245,17 +247,32 @@ class TaskCounter {
     cost.bytes[3] += bytes;
   }
 
+  /// Nanoseconds of a tile of weights in L2 times so many rows. The direct form takes eight in a vector where there are many, the
+  /// unpack form up to twelve at a time.
+  double FewTileNs(std::int64_t rows) const {
+    const auto& measured = m_.kernel.few_tile_ns[p_.form == GemmForm::kDirect ? 0 : 1];
+    const std::int64_t most = m_.kernel.most_few_rows;
+    const auto of = [&](std::int64_t some) { return measured[static_cast<std::size_t>(some - 1)]; };
+    if (rows <= most) return of(rows);
+    if (p_.form == GemmForm::kDirect) return of(most) * static_cast<double>(RoundUp(rows, 8)) / static_cast<double>(most);
+    const std::int64_t groups = CeilDiv(rows, std::min<std::int64_t>(kRowsInRegisters, most)), more = rows % groups;
+    return static_cast<double>(groups - more) * of(rows / groups) + (more > 0 ? static_cast<double>(more) * of(rows / groups + 1) : 0.0);
+  }
+
   /// Time of the steps of `left` x `right` panels along one step of the contraction, and how many cells they are.
   std::pair<double, double> Cells(std::int64_t left, std::int64_t right, const Pieces& most) const {
     const std::int64_t whole_left = left / most.left, rest_left = left % most.left;
-    const std::int64_t whole_right = right / most.right, rest_right = right % most.right;
+    // The direct form's passes are of even width.
+    const std::int64_t passes = CeilDiv(right, most.right), even = p_.form == GemmForm::kDirect ? right / passes : most.right;
+    const std::int64_t rest = right - even * passes;  // that many passes are wider, or the last one is narrower
     const auto row = [&](std::int64_t na) {
       const auto& step = m_.kernel.step_ns[static_cast<std::size_t>(na - 1)];
-      return static_cast<double>(whole_right) * step[static_cast<std::size_t>(most.right - 1)] +
-             (rest_right > 0 ? step[static_cast<std::size_t>(rest_right - 1)] : 0.0);
+      const auto of = [&](std::int64_t panels) { return step[static_cast<std::size_t>(panels - 1)]; };
+      if (rest >= 0) return static_cast<double>(passes - rest) * of(even) + (rest > 0 ? static_cast<double>(rest) * of(even + 1) : 0.0);
+      return static_cast<double>(passes - 1) * of(even) + of(even + rest);
     };
     const double ns = static_cast<double>(whole_left) * row(most.left) + (rest_left > 0 ? row(rest_left) : 0.0);
-    const std::int64_t cells = (whole_left + (rest_left > 0 ? 1 : 0)) * (whole_right + (rest_right > 0 ? 1 : 0));
+    const std::int64_t cells = (whole_left + (rest_left > 0 ? 1 : 0)) * passes;
     return {ns, static_cast<double>(cells)};
   }
 
@@ -416,7 +433,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   } else {
     const Together whole(computing, memory, beside, Overlap(cost.few ? 1.0 : std::min(overlap, kNotPrefetched)),
                          cost.unfetched);
-    memory_share = whole.second + cost.unfetched * std::max(cost.tile_latency_ns * kNsToMs - memory, 0.0);
+    memory_share = whole.second;
     computing_share = whole.first;
   }
   TaskTime time;
@@ -466,6 +483,11 @@ double Rounds(const Tasks& whole, const Tasks& rest, double threads) {
 
 }  // namespace
 
+bool IsFew(const GemmProblem& problem, std::int64_t rows, const MachineModel& machine) {
+  if (problem.form == GemmForm::kGradient || machine.kernel.most_few_rows == 0) return false;
+  return problem.form == GemmForm::kUnpack || rows <= kMostDirectRows;
+}
+
 PackingCut CutPacking(const GemmProblem& problem, int threads) {
   std::int64_t chunks = 0;
   for (const GroupRows& group : problem.groups) chunks += group.groups * CeilDiv(group.rows, PackingCut::kRows);
@@ -504,7 +526,6 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     all_tasks += static_cast<double>(group.groups * CeilDiv(group.rows, TaskRows(group.rows, configuration))) * column_tasks;
   }
   const double last_round = all_tasks - (std::ceil(all_tasks / threads) - 1) * threads;
-  const std::int64_t most_few = problem.form == GemmForm::kGradient ? 0 : machine.kernel.most_few_rows;
   GemmEstimate estimate;
   double work = 0, tasks = 0, longest = 0, last = 0;
   Tasks whole, rest;  // by their columns
@@ -514,7 +535,7 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     const auto add = [&](std::int64_t task_rows, std::int64_t task_columns, double count, bool weights_again) {
       if (task_rows == 0 || task_columns == 0 || count == 0) return;
       Tasks& some = task_columns == configuration.task_columns ? whole : rest;
-      const std::int64_t few = group.rows <= most_few ? group.rows : 0;
+      const bool few = IsFew(problem, group.rows, machine);
       TaskShape shape{task_rows, task_columns, group.rows, few, MemoryLevel::kMemory, MemoryLevel::kL3, MemoryLevel::kL3};
       if (problem.cached || (weights_again && group_weights <= l3)) shape.weights_from = MemoryLevel::kL3;
       if (packed_bytes > l3) shape.activations_from = MemoryLevel::kMemory;

@@ -24,7 +24,7 @@
 namespace moesaic {
 
 /// Changes whenever the same figures may give another answer: part of every cached answer's key.
-inline constexpr int kGemmModelVersion = 16;
+inline constexpr int kGemmModelVersion = 17;
 
 /// Which function of KernelTier computes it.
 enum class GemmForm { kDirect, kUnpack, kGradient };
@@ -89,6 +89,9 @@ struct PackingCut {
   std::int64_t pieces = 0;                   ///< of all groups
 };
 PackingCut CutPacking(const GemmProblem& problem, int threads);
+
+/// Whether the tier has a form for so few rows as a group has, whose work grows with them (gemm/few_rows.h, register_unpack.h).
+bool IsFew(const GemmProblem& problem, std::int64_t rows, const MachineModel& machine);
 
 /// Whether the kernels can run it: positive sizes on the grid of panels and superblocks; a part of the contraction, in the
 /// direct form, only where calls lie within a row of superblocks; gradients in fp32.

@@ -11,8 +11,10 @@ namespace moesaic {
 enum class MemoryLevel { kL1, kL2, kL3, kMemory };
 inline constexpr std::size_t kMemoryLevels = 4;
 
-/// Rows of activations, at most, for which a tier may have forms of their own (KernelTier::most_few_rows).
+/// Rows of activations, at most, that are measured one by one where a tier has forms for few.
 inline constexpr std::size_t kMostFewRows = 16;
+/// Rows that the direct one takes, at most (KernelTier::most_few_rows). The unpack form of such a tier takes any number.
+inline constexpr std::int64_t kMostDirectRows = 64;
 
 /// What the kernels of one tier do on this machine, on each thread of so many, with its operands in the L1 cache.
 struct KernelFigures {
@@ -20,8 +22,8 @@ struct KernelFigures {
   std::int64_t right_panels = 1;  ///< kMaxB of the cell, 1 to 3
   /// Nanoseconds of one step (32 of the contraction) of a cell with i + 1 left and j + 1 right panels.
   std::array<std::array<double, 3>, 2> step_ns{};
-  /// Of the forms for few rows: of how many at most, and nanoseconds of a tile of weights in L2, by form (direct, unpack) and
-  /// rows - 1.
+  /// Of the forms for few rows: how many are measured (0: there are none), and nanoseconds of a tile of weights in L2, by form
+  /// (direct, unpack) and rows - 1.
   std::int64_t most_few_rows = 0;
   std::array<std::array<double, kMostFewRows>, 2> few_tile_ns{};
   double cell_ns = 0;            ///< begin and end of the widest cell: accumulators cleared and stored

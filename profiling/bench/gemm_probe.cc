@@ -53,7 +53,7 @@ GemmProbe::GemmProbe(const KernelTier& tier, Form form, const MatrixView& activa
       form_(form),
       rows_(activations.rows),
       columns_(CheckSizes(form, activations, weights, copies)),
-      few_rows_(form != Form::kGradient && rows_ <= tier.most_few_rows ? rows_ : 0) {
+      few_rows_(form == Form::kDirect && rows_ <= tier.most_few_rows ? rows_ : 0) {
   for (int i = 0; i < copies; ++i) PackWeights(weights);
 
   activations_ = TileMatrix::Activations(nullptr, rows_, activations.columns);

@@ -131,7 +131,7 @@ void GroupedGemm::PackActivations(int workers) {
     pack.dtype = problem_.input_bytes == 4 ? DType::kFloat32 : DType::kBFloat16;
     pack.count = count;
     pack.columns = problem_.k;
-    (problem_.form != GemmForm::kDirect ? pack.operand : FewRows(group) > 0 ? pack.stored : pack.pairs) = group.activations;
+    (problem_.form != GemmForm::kDirect ? pack.operand : IsFew(group) ? pack.stored : pack.pairs) = group.activations;
     pack.first_panel = piece.row / kPanelRows;
     pack.panels = CeilDiv(count, kPanelRows);
     pack.first_column = piece.first_column;
@@ -161,7 +161,7 @@ void GroupedGemm::Run(const GemmConfiguration& configuration) {
 void GroupedGemm::RunTask(const Task& task, const GemmConfiguration& c) {
   const std::int64_t row_step = std::min(c.call_rows, RoundUp(task.rows, kPanelRows));
   const std::int64_t column_step = std::min(c.call_columns, RoundUp(task.columns, kTileColumns));
-  const std::int64_t depth = CutsInCalls(FewRows(*task.group) > 0) ? std::min(c.call_depth, problem_.k) : problem_.k;
+  const std::int64_t depth = CutsInCalls(IsFew(*task.group)) ? std::min(c.call_depth, problem_.k) : problem_.k;
   const std::int64_t row_calls = CeilDiv(task.rows, row_step), column_calls = CeilDiv(task.columns, column_step);
   const std::int64_t depth_calls = CeilDiv(problem_.k, depth);
   const bool rounds = problem_.form != GemmForm::kUnpack && problem_.output_bytes == 2;
@@ -251,7 +251,7 @@ void GroupedGemm::CallDirect(const Task& task, const Block& block, const Prefetc
   segment.activations.columns = CeilDiv(block.depth, kTileColumns);
   args.segments = {&segment, 1};
   args.activation_panels = CeilDiv(block.rows, kPanelRows);
-  args.few_rows = FewRows(group);
+  args.few_rows = IsFew(group) ? block.rows : 0;
   args.c = sums != nullptr ? sums : reinterpret_cast<float*>(group.c) + block.column * group.ldc + block.row;
   args.ldc = sums != nullptr ? sums_ld : group.ldc;
   args.accumulate = block.k > 0;

@@ -74,9 +74,10 @@ class GroupedGemm {
     std::int64_t row, rows, column, columns, k, depth;
   };
 
-  /// The few_rows of a group's GEMMs: its rows where the tier has a form for so few, else 0.
-  std::int64_t FewRows(const Group& group) const {
-    return problem_.form != GemmForm::kGradient && group.rows <= tier_.most_few_rows ? group.rows : 0;
+  /// Whether the tier has a form for so few rows as a group has.
+  bool IsFew(const Group& group) const {
+    if (problem_.form == GemmForm::kUnpack) return tier_.most_few_rows > 0;
+    return problem_.form == GemmForm::kDirect && group.rows <= tier_.most_few_rows;
   }
   void Fill(std::span<std::byte> memory, std::int64_t value_bytes);
   std::int64_t BytesOf(const TileMatrix& weights) const { return RoundUp(weights.size() * 2, 4096); }

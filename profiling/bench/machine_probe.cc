@@ -298,12 +298,13 @@ void KernelProbe::MakeCalls(Bodies& bodies) {
   packing_ = add([packing, &tier] { tier.pack_rows(packing->args); });
   packed_bytes_ = static_cast<double>(packing->source.bytes());
   // The forms for few rows: 64 tiles, more than L1 holds.
-  for (std::int64_t r = 0; r < 2 * tier.most_few_rows; ++r) {
-    const bool of_direct = r < tier.most_few_rows;
+  const std::int64_t most_few = MostFewRows();
+  for (std::int64_t r = 0; r < 2 * most_few; ++r) {
+    const bool of_direct = r < most_few;
     auto some = std::make_shared<Call>(tier, kPanelRows, of_direct ? 2 * kPanelRows : kFewTiles * kPanelRows,
                                        of_direct ? kFewTiles * kTileColumns : 2 * kTileColumns, of_direct);
-    some->set_few_rows(r % tier.most_few_rows + 1);
-    few_[of_direct ? 0 : 1][r % tier.most_few_rows] = add([some] { some->Run(); });
+    some->set_few_rows(r % most_few + 1);
+    few_[of_direct ? 0 : 1][r % most_few] = add([some] { some->Run(); });
   }
 }
 
@@ -338,7 +339,7 @@ KernelFigures KernelProbe::Figures() const {
   figures.left_panels = tier_.left_panels;
   figures.right_panels = tier_.right_panels;
   figures.unpack_overlaps = tier_.unpack_overlaps;
-  figures.most_few_rows = tier_.most_few_rows;
+  figures.most_few_rows = MostFewRows();
   double fixed = 0;
   for (std::int64_t a = 0; a < tier_.left_panels; ++a) {
     for (std::int64_t b = 0; b < tier_.right_panels; ++b) {
@@ -374,7 +375,7 @@ KernelFigures KernelProbe::Figures() const {
   const double products = kLong * figures.step_ns[0][1] + figures.cell_ns;
   figures.unpack_tile_ns = std::max(0.1, column - products) / (2 * kLong);
   for (std::size_t form = 0; form < 2; ++form) {
-    for (std::int64_t r = 0; r < tier_.most_few_rows; ++r) {
+    for (std::int64_t r = 0; r < MostFewRows(); ++r) {
       const auto at = static_cast<std::size_t>(r);
       // More rows take no less time; where they seem to, something else ran meanwhile.
       const double before = r > 0 ? figures.few_tile_ns[form][at - 1] : 0.1;

@@ -6,6 +6,7 @@
 // for others disturb a core (its sibling, the caches, the memory) for that long.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -69,6 +70,7 @@ class KernelProbe {
 
   void MakeCalls(Bodies& bodies);
   double NsOfAll(const std::vector<Bodies>& workers, std::size_t body) const;
+  std::int64_t MostFewRows() const { return std::min<std::int64_t>(tier_.most_few_rows, kMostFewRows); }
 
   const KernelTier& tier_;
   threadpool::Pool* const pool_;

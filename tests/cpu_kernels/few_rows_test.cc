@@ -24,12 +24,22 @@ const std::vector<Shape> kShapes = {{1, {1}}, {16, {32}}, {47, {100}}, {96, {600
 
 class FewRowsTest : public TierTest {
  protected:
+  /// Every number up to a panel, then some: each way to cut them into vectors and passes, and the most.
+  std::vector<std::int64_t> DirectRows() const {
+    std::vector<std::int64_t> all;
+    for (const std::int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 24, 25, 31, 33, 40, 47, 50, 57, 64}) {
+      if (rows <= tier_->most_few_rows) all.push_back(rows);
+    }
+    EXPECT_EQ(all.back(), tier_->most_few_rows);
+    return all;
+  }
+
   void SetUp() override {
     TierTest::SetUp();
     if (!IsSkipped() && tier_->most_few_rows == 0) GTEST_SKIP() << tier_->name << " has no form for few rows";
   }
 
-  /// Activations [16][k] of which `rows` count and the others are NaN.
+  /// Activations of which `rows` count and the others are NaN.
   static Dense WithNanBelow(const Dense& values, std::int64_t rows) {
     Dense all = values;
     std::fill(all.values.begin() + rows * all.cols, all.values.end(), kNan);
@@ -58,28 +68,29 @@ struct Problem {
 
 TEST_P(FewRowsTest, DirectForm) {
   for (const Shape& shape : kShapes) {
-    for (std::int64_t rows = 1; rows <= tier_->most_few_rows; ++rows) {
+    for (const std::int64_t rows : DirectRows()) {
       for (const bool integers : {true, false}) {
         SCOPED_TRACE(testing::Message() << "rows " << rows << " N " << shape.n << " segments " << shape.depths.size());
         const auto make = integers ? RandomIntegers : RandomValues;
+        const std::int64_t columns = RoundUp(rows, 16);
         Problem problem;
         for (const std::int64_t k : shape.depths) {
-          problem.activations.push_back(make(16, k, random_));
+          problem.activations.push_back(make(columns, k, random_));
           problem.weights.push_back(make(shape.n, k, random_));
         }
         problem.Lay(Order::kStored, rows, WithNanBelow);
         DirectGemmArgs args;
         args.segments = problem.segments;
         args.panels = CeilDiv(shape.n, 16);
-        args.activation_panels = 1;
-        args.ldc = 32;
+        args.activation_panels = columns / 16;
+        args.ldc = columns + 16;
         args.few_rows = rows;
         const std::int64_t size = args.panels * 16 * args.ldc;
         const PoisonedBuffer whole(size * 4), cut(size * 4);
         args.c = whole.As<float>();
         tier_->direct_gemm(args);
         for (std::int64_t i = 0; i < args.panels * 16; ++i) {
-          for (std::int64_t t = 0; t < 16; ++t) {
+          for (std::int64_t t = 0; t < columns; ++t) {
             double sum = 0.0, a_squares = 0.0, b_squares = 0.0, depth = 0.0;
             for (std::size_t s = 0; i < shape.n && t < rows && s < shape.depths.size(); ++s) {
               depth += static_cast<double>(shape.depths[s]);
@@ -94,7 +105,7 @@ TEST_P(FewRowsTest, DirectForm) {
             const double tolerance = integers ? 0.0 : 0x1p-23 * std::sqrt(depth) * std::sqrt(a_squares * b_squares);
             ASSERT_NEAR(args.c[i * args.ldc + t], sum, tolerance) << "at " << i << ", " << t;
           }
-          for (std::int64_t t = 16; t < args.ldc; ++t) ASSERT_TRUE(std::isnan(args.c[i * args.ldc + t]));
+          for (std::int64_t t = columns; t < args.ldc; ++t) ASSERT_TRUE(std::isnan(args.c[i * args.ldc + t]));
         }
         DirectGemmArgs part = args;
         for (part.first_panel = 0; part.first_panel < args.panels; ++part.first_panel) {
@@ -133,7 +144,7 @@ TEST_P(FewRowsTest, DirectFormAddsToC) {
 // One order of summation for both: the same bits as the form for any number of rows.
 TEST_P(FewRowsTest, UnpackForm) {
   for (const Shape& shape : kShapes) {
-    for (std::int64_t rows = 1; rows <= tier_->most_few_rows; ++rows) {
+    for (std::int64_t rows = 1; rows <= 16; ++rows) {
       SCOPED_TRACE(testing::Message() << "rows " << rows << " N " << shape.n << " segments " << shape.depths.size());
       Problem problem, padded;
       for (const std::int64_t k : shape.depths) {
@@ -194,7 +205,7 @@ TEST_P(FewRowsTest, UnpackForm) {
 // One order of summation here too. Beyond the rows is NaN, but for the other half of the last one's pair.
 TEST_P(FewRowsTest, GradientForm) {
   for (const Shape& shape : kShapes) {
-    for (std::int64_t rows = 1; rows <= tier_->most_few_rows; ++rows) {
+    for (std::int64_t rows = 1; rows <= 16; ++rows) {
       SCOPED_TRACE(testing::Message() << "rows " << rows << " M " << shape.depths[0] << " N " << shape.n);
       std::vector<Tiles> tiles;
       std::vector<GradientSegment> few, padded;

@@ -86,9 +86,10 @@ class ShapeRecorder:
         return _NoTime()
 
 
-# Rows at which products are evaluated. Between them time is linear in the rows, beyond 16 in whole panels of 16.
+# Rows at which products are evaluated. Between them time is linear in the rows that count.
 _GRID = (1, 2, 4, 8, 12, 16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384)
 _FEW = 16
+_FEW_DIRECT = 64  # where a tier has a form for so many
 _USABLE = 0.6  # of the last-level cache
 _EACH_THREAD = 4  # groups in a question: enough that scheduling plays no part, and activations stay in cache
 
@@ -157,7 +158,7 @@ class Products:
             again: other rows have just been multiplied with the same weights, which the last-level cache still holds.
         """
         points: Sequence[int] = _GRID
-        at = rows if rows <= _FEW else round_up(rows, 16)
+        at = self._rows_that_count(form, rows)
         high = bisect.bisect_left(points, at)
         if high == len(points):
             return self._at(form, points[-1], k, n, again).scaled(at / points[-1])
@@ -166,6 +167,13 @@ class Products:
             return above
         below = self._at(form, points[high - 1], k, n, again)
         return below.towards(above, (at - points[high - 1]) / (points[high] - points[high - 1]))
+
+    def _rows_that_count(self, form: str, rows: int) -> int:
+        """Rows that a product takes as long as: each, eight at a time, or whole panels of 16."""
+        exact = len(self.figures["few_tile_ns"][0]) > 0
+        if rows <= _FEW or (exact and form == "unpack"):
+            return rows
+        return round_up(rows, 8 if exact and rows <= _FEW_DIRECT else 16)
 
     def lanes(self, rows: int) -> float:
         """Rows that a narrow product takes as long as: whole panels of 16, but for few rows where a tier has a form for
