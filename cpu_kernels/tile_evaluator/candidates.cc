@@ -60,8 +60,11 @@ bool AllFewWhole(const GemmProblem& problem, const MachineModel& machine) {
 /// @param matrix_unit  calls of up to two panels take no slices, and tasks of very many rows drive sums and slices out of L2
 ///                     (1,300 x 1,152 x 512, unpack form: a third longer; 4,096 x 768 x 512, direct: a quarter)
 /// @param slices       a matrix unit's right factors stay in L1 along a part of the contraction only
-bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem, bool matrix_unit, bool whole_depth, bool slices) {
+/// @param whole_rows   the unpack form takes a call's rows a few at a time itself, while weights are in L1: so many stay together
+bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem, bool matrix_unit, bool whole_depth, bool slices,
+              std::int64_t whole_rows) {
   const bool one_row_call = c.call_rows >= c.task_rows, one_column_call = c.call_columns >= c.task_columns;
+  if (whole_rows > 0 && (!one_row_call || c.task_rows < whole_rows)) return true;
   if (matrix_unit && problem.form != GemmForm::kGradient) {
     if (c.call_rows <= 2 * kPanelRows && !one_row_call) return true;
     if (c.task_rows > kMaxChunkRows) return true;
@@ -83,6 +86,10 @@ template <typename Visit>
 void ForEach(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space, Visit&& visit) {
   const Axes axes = AxesOf(problem, machine);
   const bool prune = space == CandidateSpace::kPruned, whole_depth = AllFewWhole(problem, machine);
+  // Threads share the columns, where there is a superblock for each.
+  const bool registers = problem.form == GemmForm::kUnpack && IsFew(problem, 1, machine),
+             divisible = problem.n >= machine.threads * kSuperblock * kTileColumns;
+  const std::int64_t whole_rows = !registers ? 0 : divisible ? std::min(axes.task_rows[0], kMaxChunkRows) : 1;
   // Products of up to two panels meet each right factor once.
   const bool slices = problem.form == GemmForm::kUnpack && machine.kernel.unpack_overlaps &&
                       axes.task_rows[0] > 2 * kPanelRows && axes.call_depth[1] < problem.k;
@@ -111,7 +118,7 @@ void ForEach(const GemmProblem& problem, const MachineModel& machine, CandidateS
               c.call_columns = call_columns[cc];
               c.call_depth = axes.call_depth[cd];
               c.order = order;
-              if (!prune || !IsPruned(c, problem, machine.kernel.unpack_overlaps, whole_depth, slices)) visit(c, again_depth);
+              if (!prune || !IsPruned(c, problem, machine.kernel.unpack_overlaps, whole_depth, slices, whole_rows)) visit(c, again_depth);
             }
           }
         }

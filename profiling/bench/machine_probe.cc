@@ -44,7 +44,7 @@ constexpr std::int64_t kCellSteps = 6;
 /// Two lengths tell steps from what a call costs besides.
 constexpr std::int64_t kLong = kCellSteps, kShort = 2;
 /// Cells of a call that tell what each one costs; tile columns, of the unpack form; tiles of the forms for few rows.
-constexpr std::int64_t kCells = 17, kColumns = 4, kFewTiles = 32;
+constexpr std::int64_t kCells = 17, kColumns = 4, kFewBlocks = 2;
 /// Steps of half a slice of a matrix unit, and pieces of weights that meet the same activations.
 constexpr std::int64_t kShortSlice = 8, kPieces = 4;
 thread_local std::minstd_rand g_places;
@@ -297,12 +297,13 @@ void KernelProbe::MakeCalls(Bodies& bodies) {
   pack.tile_columns = kNumbers / kTileColumns;
   packing_ = add([packing, &tier] { tier.pack_rows(packing->args); });
   packed_bytes_ = static_cast<double>(packing->source.bytes());
-  // The forms for few rows: 64 tiles, more than L1 holds.
+  // The forms for few rows: superblocks along the contraction, more than L1 holds.
   const std::int64_t most_few = MostFewRows();
   for (std::int64_t r = 0; r < 2 * most_few; ++r) {
     const bool of_direct = r < most_few;
-    auto some = std::make_shared<Call>(tier, kPanelRows, of_direct ? 2 * kPanelRows : kFewTiles * kPanelRows,
-                                       of_direct ? kFewTiles * kTileColumns : 2 * kTileColumns, of_direct);
+    constexpr std::int64_t kPanels = kSuperblock * kPanelRows, kTiles = kSuperblock * kTileColumns;
+    auto some = std::make_shared<Call>(tier, kPanelRows, of_direct ? kPanels : kFewBlocks * kPanels,
+                                       of_direct ? kFewBlocks * kTiles : kTiles, of_direct);
     some->set_few_rows(r % most_few + 1);
     few_[of_direct ? 0 : 1][r % most_few] = add([some] { some->Run(); });
   }
@@ -379,7 +380,7 @@ KernelFigures KernelProbe::Figures() const {
       const auto at = static_cast<std::size_t>(r);
       // More rows take no less time; where they seem to, something else ran meanwhile.
       const double before = r > 0 ? figures.few_tile_ns[form][at - 1] : 0.1;
-      figures.few_tile_ns[form][at] = std::max(ns[few_[form][at]] / (2 * kFewTiles), before);
+      figures.few_tile_ns[form][at] = std::max(ns[few_[form][at]] / (kFewBlocks * kSuperblock * kSuperblock), before);
     }
   }
   figures.pack_gbps = packed_bytes_ / ns[packing_];
