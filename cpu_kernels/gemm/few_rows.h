@@ -144,14 +144,24 @@ MOESAIC_INLINE void MultiplyParts(const TileRun& run, const BFloat16* ahead, con
   }
 }
 
-/// In each lane the sum of its token's parts: halves are added to halves, then quarters, and so on.
-template <int kTokens>
-MOESAIC_INLINE F32x16 SumOfParts(F32x16 v) {
-  if constexpr (kTokens <= 1) v = v + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  if constexpr (kTokens <= 2) v = v + __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-  if constexpr (kTokens <= 4) v = v + __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-  if constexpr (kTokens <= 8) v = v + __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  return v;
+/// The sums of the parts of up to 16 tokens, in kCount vectors, side by side: neighbours are added to each other, then pairs of
+/// them, and so on.
+template <int kTokens, int kCount>
+MOESAIC_INLINE F32x16 SumOfParts(const float* sums) {
+  F32x16 x[kCount + 1] = {};
+  for (int i = 0; i < kCount; ++i) x[i] = LoadF32(sums + 16 * i);
+  int count = kCount;
+#pragma GCC unroll 4
+  for (int parts = 16 / kTokens; parts > 1; parts /= 2) {
+#pragma GCC unroll 4
+    for (int i = 0; 2 * i < count; ++i) {
+      const F32x16 a = x[2 * i], b = 2 * i + 1 < count ? x[2 * i + 1] : F32x16{};
+      x[i] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+             __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    }
+    count = (count + 1) / 2;
+  }
+  return x[0];
 }
 
 /// Up to kTokens rows, in one vector: 16 rows of weights at a time.
@@ -164,17 +174,14 @@ struct OneVector {
   static void Multiply(const TileRun& run, const BFloat16* ahead, const BFloat16* parts, std::int64_t, float* sums) {
     MultiplyParts<Product, kTokens, 1, kPanelRows, kPanelRows / kTokens>(run, ahead, parts, kTokens * kTileColumns, sums, 16);
   }
-  static void Row(const float* sums, std::int64_t, float* row) {
-    alignas(64) float parts[16];
-    StoreF32(parts, SumOfParts<kTokens>(LoadF32(sums)));
-    for (std::int64_t t = 0; t < kTokens; ++t) row[t] = parts[t * (16 / kTokens)];
-  }
+  static F32x16 Sum(const float* sums, std::int64_t) { return SumOfParts<kTokens, 1>(sums); }
 };
 
 /// More of them, kTokens in a vector: up to three vectors and 8 rows of weights at a time. (GFLOP/s of a Zen 5 core with weights
 /// from memory, 24, 32 and 64 rows, 4 in a vector: 350, 370, 370; 8: 400, 430, 420; 16, as a cell has them: 310, 420, 425.)
 template <class Product, int kTokens, int kMost>
 struct SomeVectors {
+  static_assert(kTokens == 8 || kMost == 12);  // of a last block's vectors there is one less than of a whole one, or none
   static constexpr int kMostRows = kMost;
 
   static constexpr std::int64_t Vectors(std::int64_t rows) { return CeilDiv(rows, kTokens); }
@@ -204,8 +211,11 @@ struct SomeVectors {
       }
     }
   }
-  static void Row(const float* sums, std::int64_t vectors, float* row) {
-    for (std::int64_t v = 0; v < vectors; ++v) OneVector<Product, kTokens>::Row(sums + 16 * v, 1, row + v * kTokens);
+  /// Of the first 16 tokens or, in fewer vectors, of all.
+  static F32x16 Sum(const float* sums, std::int64_t vectors) {
+    constexpr int kCount = 16 / kTokens;
+    if (vectors >= kCount) return SumOfParts<kTokens, kCount>(sums);
+    return SumOfParts<kTokens, kCount - 1>(sums);
   }
 };
 
@@ -217,7 +227,8 @@ void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels) {
   alignas(64) float sums[kSuperblock * kPanelRows * 16 * Form::Vectors(Form::kMostRows)];
   const std::int64_t rows = args.few_rows, vectors = Form::Vectors(rows), of_panel = kPanelRows * 16 * vectors;
   const std::int64_t pitch = Form::kMostRows / Form::Vectors(Form::kMostRows) * vectors * kTileColumns;
-  const std::int64_t first_panel = args.first_panel + first;
+  const std::int64_t first_panel = args.first_panel + first, of_panel_vectors = Form::Vectors(kPanelRows);
+  constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   std::memset(sums, 0, static_cast<std::size_t>(panels * of_panel) * sizeof(float));
   for (const GemmSegment& segment : args.segments) {
     const TileMatrix& weights = segment.weights;
@@ -244,12 +255,10 @@ void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels) {
     }
   }
   for (std::int64_t i = 0; i < panels * kPanelRows; ++i) {
-    alignas(64) float row[RoundUp(Form::kMostRows, kPanelRows)] = {};
-    Form::Row(sums + i * 16 * vectors, vectors, row);
-    for (std::int64_t t = rows; t < RoundUp(rows, kPanelRows); ++t) row[t] = 0.0f;
     float* c = args.c + (first * kPanelRows + i) * args.ldc;
-    for (std::int64_t t = 0; t < rows; t += kPanelRows) {
-      const F32x16 value = LoadF32(row + t);
+    for (std::int64_t t = 0, v = 0; t < rows; t += kPanelRows, v += of_panel_vectors) {
+      const F32x16 sum = Form::Sum(sums + (i * vectors + v) * 16, vectors - v);
+      const F32x16 value = (F32x16)((I32x16)sum & (kLanes < static_cast<std::int32_t>(rows - t)));
       StoreF32(c + t, args.accumulate ? LoadF32(c + t) + value : value);
     }
   }
