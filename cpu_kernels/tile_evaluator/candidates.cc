@@ -69,6 +69,11 @@ bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem, bool matri
     if (c.call_rows <= 2 * kPanelRows && !one_row_call) return true;
     if (c.task_rows > kMaxChunkRows) return true;
   }
+  // The direct form for few rows lays the activations out for each superblock of panels.
+  if (whole_depth && problem.form == GemmForm::kDirect &&
+      c.call_columns < std::min(c.task_columns, kSuperblock * kPanelRows)) {
+    return true;
+  }
   if (c.call_depth < problem.k) {
     if (whole_depth) return true;
   } else if (c.order == LoopOrder::kDepth || slices) {
