@@ -52,7 +52,7 @@ MachineModel MachineOf(const py::dict& figures) {
   kernel.step_ns = Field<std::array<std::array<double, 3>, 2>>(figures, "step_ns");
   const auto few = Field<std::array<std::vector<double>, 2>>(figures, "few_tile_ns");
   kernel.most_few_rows = static_cast<std::int64_t>(few[0].size());
-  if (few[0].size() != few[1].size() || few[0].size() > kMostFewRows) {
+  if (few[0].size() != few[1].size() || few[0].size() > kMostMeasuredRows) {
     throw std::invalid_argument("figure few_tile_ns has " + std::to_string(few[0].size()) + " and " +
                                 std::to_string(few[1].size()) + " entries, expected equal numbers, at most 16");
   }

@@ -2,9 +2,9 @@
 //
 // Matrices are tiles of bf16 (gemm/tiles.h), results fp32. Every output element has one accumulator that adds the products in
 // ascending order of the contraction index, segment after segment: no blocking, splitting or thread count changes a bit. (The
-// onednn tier adds up parts of 256 products each, cut in one way, the direct form for few rows and contract_along_features 16
-// interleaved parts, contract_across_experts two for each 16 features.) No function here throws, but onednn's where oneDNN
-// fails, or takes a lock; all may run on any number of threads at once.
+// onednn tier adds up parts of 256 products each, cut in one way, contract_along_features 16 interleaved parts,
+// contract_across_experts two for each 16 features, the direct form for few rows 16, 8, 4 or 2, as their number says.) No
+// function here throws, but onednn's where oneDNN fails, or takes a lock; all may run on any number of threads at once.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ struct DirectGemmArgs {
   std::int64_t ldc = 0;                ///< elements, a multiple of 16
   bool accumulate = false;             ///< start from C instead of 0
   std::int64_t few_rows = 0;           ///< 1 to KernelTier::most_few_rows: activations are stored tiles, of which so many
-                                       ///< rows count, and the other columns of C become 0
+                                       ///< rows count; columns of C beyond, up to a multiple of 16, are given 0
   BFloat16* scratch = nullptr;         ///< DirectScratchElements(...), 64-byte aligned: decoded weights; null for bf16
   PrefetchRange prefetch;
 };
@@ -67,10 +67,10 @@ struct UnpackGemmArgs {
   float* c = nullptr;        ///< [16 panels][ldc] fp32. With `rows`: null, or memory for sums, overwritten, with ldc of at
                              ///< least 256
   std::int64_t ldc = 0;
-  bool accumulate = false;    ///< start from C instead of 0 (only without rows)
-  std::int64_t depth = 0;     ///< right tiles (32 rows of weights) of the contraction that are taken at a time, so that their
-                              ///< activations stay in cache: a multiple of 8; 0, or no C: all. No effect on
-                              ///< a matrix unit whose cell takes all rows at once
+  bool accumulate = false;     ///< start from C instead of 0 (only without rows)
+  std::int64_t depth = 0;      ///< right tiles (32 rows of weights) of the contraction that are taken at a time, so that their
+                               ///< activations stay in cache: a multiple of 8; 0, or no C: all. No effect on
+                               ///< a matrix unit whose cell takes all rows at once, or in registers
   std::int64_t row_count = 0;  ///< so many rows of C count, and the others may be left alone; 0: all
   BFloat16* const* rows = nullptr;  ///< one pointer for each row of C, rounded to bf16; null: the row is dropped
   BFloat16* scratch = nullptr;      ///< UnpackScratchElements(...), 64-byte aligned
@@ -94,8 +94,8 @@ struct GradientGemmArgs {
   float* c = nullptr;         ///< [16 panels][ldc], 64-byte aligned rows; 16 * right.panels columns are written
   std::int64_t ldc = 0;       ///< elements, a multiple of 16
   bool accumulate = false;    ///< start from C instead of 0
-  std::int64_t few_rows = 0;  ///< 1 to KernelTier::most_few_gradient_rows: so many t count, and no others are read but the last one's
-                              ///< partner in its pair, which is zero
+  std::int64_t few_rows = 0;  ///< 1 to KernelTier::most_few_gradient_rows: so many t count, and no others are read but the last
+                              ///< one's partner in its pair, which is zero
 };
 
 /// Rounds rows to bf16 and lays them out as tiles: value = row[c] * row_scale[r] * column_scale[c], in fp32, rounded once.
@@ -278,13 +278,13 @@ using TransposeFunction = void (*)(const float* const* rows, float* out, std::in
 /// One tier of kernels.
 struct KernelTier {
   const char* name;
-  std::int64_t left_panels;    ///< of one cell (gemm/cell.h): what its edges are a multiple of
-  std::int64_t right_panels;   ///<
+  std::int64_t left_panels;             ///< of one cell (gemm/cell.h): what its edges are a multiple of
+  std::int64_t right_panels;            ///<
   std::int64_t most_few_rows;           ///< see DirectGemmArgs::few_rows; 0: there is no such form
   std::int64_t most_few_gradient_rows;  ///< see GradientGemmArgs::few_rows
-  bool unpack_overlaps;        ///< the unpack form interleaves weights beside its products instead of before them: a matrix
-                               ///< unit, which takes contractions in slices in both forms
-  bool (*runs_here)();         ///< supported by the CPU and permitted by the operating system
+  bool unpack_overlaps;  ///< the unpack form interleaves weights beside its products instead of before them: a matrix
+                         ///< unit, which takes contractions in slices in both forms
+  bool (*runs_here)();   ///< supported by the CPU and permitted by the operating system
   void (*direct_gemm)(const DirectGemmArgs&);
   void (*unpack_gemm)(const UnpackGemmArgs&);
   void (*gradient_gemm)(const GradientGemmArgs&);

@@ -72,9 +72,9 @@ inline constexpr std::int64_t kStepBytes = std::int64_t{64} << 10, kMostStepByte
 inline constexpr std::int64_t kMostGradientColumns = 16, kGradientBytes = std::int64_t{256} << 10;
 
 /// Blocking::unpack_depth for a contraction of so many right tiles with so many panels of activations. A matrix unit takes what
-/// stays in L1 as right factors, where those meet more than one cell's rows. Elsewhere a slice's activations, 1 KB for a panel
-/// and a tile, stay in a quarter of L2 while the weights of a superblock of columns pass by; contractions whose activations
-/// stay in half of it are not cut.
+/// stays in L1 as right factors, where those meet more than one cell's rows. On the tiers portable and onednn a slice's
+/// activations, 1 KB for a panel and a tile, stay in a quarter of L2 while the weights of a superblock of columns pass by;
+/// contractions whose activations stay in half of it are not cut.
 std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t panels, std::int64_t l2_bytes);
 
 Blocking ChooseBlocking(const BlockingQuery& query);

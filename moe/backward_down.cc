@@ -103,8 +103,7 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
   gemm.few_rows = FewRows(job);
   gemm.ldc = SumsPitch(gemm.activation_panels * kPanelRows);
-  const std::int64_t capacity = RoundUp(job.rows, kTileColumns), size = kTileColumns * gemm.ldc,
-                     step = blocking.blocks_per_step;
+  const std::int64_t capacity = RoundUp(job.rows, kTileColumns), size = kTileColumns * gemm.ldc, step = BlocksPerStep(job);
   TileMatrix transposed = TileMatrix::Activations(nullptr, step * kTileColumns, capacity);
   const std::int64_t in_place_bytes = in_place ? in_place->ScratchBytes(job, step * kTileColumns) : 0;
   Carver carver(ThreadScratch(step * size * static_cast<std::int64_t>(sizeof(float)) +

@@ -214,12 +214,11 @@ class ForwardPass : public Pass {
     gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
     gemm.few_rows = FewRows(job);
     gemm.ldc = SumsPitch(gemm.activation_panels * kPanelRows);
-    const std::int64_t size = kTileColumns * gemm.ldc;  // of a block's sums
-    auto* sums =
-        static_cast<float*>(ThreadScratch(2 * blocking.blocks_per_step * size * static_cast<std::int64_t>(sizeof(float))));
+    const std::int64_t step = BlocksPerStep(job), size = kTileColumns * gemm.ldc;  // of a block's sums
+    auto* sums = static_cast<float*>(ThreadScratch(2 * step * size * static_cast<std::int64_t>(sizeof(float))));
     const Range blocks = RangeOf(index, Cut::kIntermediate, part);
-    for (std::int64_t first = blocks.begin; first < blocks.end; first += blocking.blocks_per_step) {
-      const std::int64_t end = std::min(first + blocking.blocks_per_step, blocks.end);
+    for (std::int64_t first = blocks.begin; first < blocks.end; first += step) {
+      const std::int64_t end = std::min(first + step, blocks.end);
       float *gate_sums = sums, *up_sums = sums + (end - first) * size;
       bool gate_started = false, up_started = false;
       if (in_place) {

@@ -11,7 +11,7 @@ namespace moesaic::moe {
 namespace {
 
 constexpr std::int64_t kBlocksPerUnit = kIntermediateUnit / kTileColumns;
-/// Columns whose sums wait while the unpack form takes a contraction in slices.
+/// Columns whose sums wait while the unpack form takes a contraction in slices or superblocks.
 constexpr std::int64_t kSumsPitch = SumsPitch(kSuperblock * kTileColumns);
 /// Large buffers are whole huge pages: jobs, adapters, and those that grow with T.
 constexpr std::int64_t kRounding = std::int64_t{12} << 20;
@@ -142,11 +142,11 @@ std::int64_t Pass::StageScratchBytes() const {
   // parts.
   const std::int64_t unpacked = 256 * (RoundUp(LargestShard(shards), kTileColumns) + rank);
   // The low rank products hold two fp32 blocks of [rows][rank]; those of a step's blocks of I, 32 fp32 columns each with a
-  // cache line more a row and three times as many in bf16; those of slices, the sums of a superblock of columns.
+  // cache line more a row and three times as many in bf16; those of the unpack form a superblock of columns.
   const std::int64_t steps = 384 * std::max(most_rows, kMostStepBytes / 256);
   // Row pairs for a gradient, with a panel more in each column (TileMatrix::Activations).
   const std::int64_t gradient = kGradientBytes / 8 * 9;
-  const std::int64_t sums = 4 * kSumsPitch * RoundUp(most_rows, kPanelRows);
+  const std::int64_t sums = 4 * kSumsPitch * most_rows;
   if (in_place) return unpacked + std::max(steps, sums) + in_place->StageScratchBytes() + 256;
   return unpacked + std::max({8 * rank * most_rows, steps, sums, gradient}) + 256;
 }

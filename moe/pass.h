@@ -181,6 +181,10 @@ class Pass {
 
   /// The few_rows of a job's direct GEMMs, and of its gradients: its rows where the tier has a form for so few, else 0.
   std::int64_t FewRows(const Job& job) const { return job.rows <= kernels.most_few_rows ? job.rows : 0; }
+  /// Blocks of I in a step: a superblock of panels where activations are laid out for each.
+  std::int64_t BlocksPerStep(const Job& job) const {
+    return FewRows(job) > 0 ? kSuperblock * kPanelRows / kTileColumns : blocking.blocks_per_step;
+  }
   std::int64_t FewGradientRows(const Job& job) const { return job.rows <= kernels.most_few_gradient_rows ? job.rows : 0; }
   /// What a direct GEMM takes a job's activations as: pairs, or stored tiles where its rows are few. `rows`: one pointer for
   /// each row of the job, to H values.
@@ -202,9 +206,9 @@ class Pass {
   std::int64_t BindLanes();
   /// No stage asks more of ThreadScratch.
   std::int64_t StageScratchBytes() const;
-  /// Blocks or columns in one part.
   /// Experts whose adapters are packed together; all of them where there are none.
   std::int64_t LoraGroup() const;
+  /// Blocks or columns in one part.
   std::int64_t PartSize(std::int64_t job, Cut cut) const;
   /// A task that begins something of a shard: where there are several, on its node.
   TaskId AddOfShard(TaskFunction function, std::int64_t index, std::int64_t shard, TaskGraph::Start start);

@@ -300,6 +300,7 @@ class LinearRun {
     gemm.columns = CeilDiv(to - from, kTileColumns);
     gemm.c = sums;
     gemm.ldc = ld_;
+    gemm.row_count = rows;
     gemm.depth = UnpackSlice(kernels_.unpack_overlaps, memory.input.columns, gemm.panels, HostCaches().l2);
     gemm.scratch = memory.unpacked;
     kernels_.unpack_gemm(gemm);

@@ -66,7 +66,8 @@ struct DirectRuns {
   CellRun runs[kMaxRuns];
   int count = 0, most_right;
 
-  DirectRuns(const DirectGemmArgs& args, std::span<const SlicePart> parts, std::int64_t panel, int na, int nb) : most_right(nb) {
+  DirectRuns(const DirectGemmArgs& args, std::span<const SlicePart> parts, std::int64_t panel, int na, int nb)
+      : most_right(nb) {
     BFloat16* decoded = args.scratch;
     for (const SlicePart& part : parts) {
       const TileMatrix &weights = part.segment->weights, &activations = part.segment->activations;

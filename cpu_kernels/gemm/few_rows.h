@@ -16,13 +16,11 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu_kernels/gemm/cell.h"
+#include "cpu_kernels/gemm/direct_gemm.h"
 #include "cpu_kernels/simd.h"
 
 namespace {
 
-/// Of more rows cells waste less. (Zen 5, GFLOP/s: 72 rows 403 by cells, which take 80, and 415 here; 96 rows 465 and 420.)
-inline constexpr int kMostFewRows = 64;
 /// One panel, of the gradient form.
 inline constexpr int kMostGradientRows = 16;
 
@@ -51,32 +49,29 @@ MOESAIC_INLINE void TransposeQuarters(U64x8* x) {
 /// kTokens rows of a stored tile, in parts of 1 / kTokens of a line: part q of all of them, side by side, becomes line q.
 template <int kTokens>
 MOESAIC_INLINE void PartsSideBySide(const BFloat16* rows, BFloat16* parts) {
-  if constexpr (kTokens == 16) {
-    Transpose16x16(rows, parts);
-  } else {
-    U64x8 x[kTokens];
-    std::memcpy(x, rows, sizeof(x));
-    if constexpr (kTokens == 2) {
-      const U64x8 low = __builtin_shufflevector(x[0], x[1], 0, 1, 2, 3, 8, 9, 10, 11);
-      x[1] = __builtin_shufflevector(x[0], x[1], 4, 5, 6, 7, 12, 13, 14, 15);
-      x[0] = low;
-    } else if constexpr (kTokens == 4) {
-      TransposeQuarters(x);
-    } else if constexpr (kTokens == 8) {
-      U64x8 even[4], odd[4];
-      for (int i = 0; i < 4; ++i) {
-        even[i] = __builtin_shufflevector(x[2 * i], x[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-        odd[i] = __builtin_shufflevector(x[2 * i], x[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-      }
-      TransposeQuarters(even);
-      TransposeQuarters(odd);
-      for (int i = 0; i < 4; ++i) {
-        x[2 * i] = even[i];
-        x[2 * i + 1] = odd[i];
-      }
+  static_assert(kTokens == 1 || kTokens == 2 || kTokens == 4 || kTokens == 8);
+  U64x8 x[kTokens];
+  std::memcpy(x, rows, sizeof(x));
+  if constexpr (kTokens == 2) {
+    const U64x8 low = __builtin_shufflevector(x[0], x[1], 0, 1, 2, 3, 8, 9, 10, 11);
+    x[1] = __builtin_shufflevector(x[0], x[1], 4, 5, 6, 7, 12, 13, 14, 15);
+    x[0] = low;
+  } else if constexpr (kTokens == 4) {
+    TransposeQuarters(x);
+  } else if constexpr (kTokens == 8) {
+    U64x8 even[4], odd[4];
+    for (int i = 0; i < 4; ++i) {
+      even[i] = __builtin_shufflevector(x[2 * i], x[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+      odd[i] = __builtin_shufflevector(x[2 * i], x[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
     }
-    std::memcpy(parts, x, sizeof(x));
+    TransposeQuarters(even);
+    TransposeQuarters(odd);
+    for (int i = 0; i < 4; ++i) {
+      x[2 * i] = even[i];
+      x[2 * i + 1] = odd[i];
+    }
   }
+  std::memcpy(parts, x, sizeof(x));
 }
 
 /// Repeats the first 1 / kTokens of a line.
@@ -91,10 +86,6 @@ MOESAIC_INLINE U32x16 RepeatPart(const BFloat16* line) {
     std::uint64_t part;
     std::memcpy(&part, line, sizeof(part));
     return (U32x16)(U64x8{} + part);
-  } else if constexpr (kTokens == 16) {
-    std::uint32_t pair;
-    std::memcpy(&pair, line, sizeof(pair));
-    return U32x16{} + pair;
   }
 #else
   if constexpr (kTokens > 1) {
@@ -177,8 +168,9 @@ struct OneVector {
   static F32x16 Sum(const float* sums, std::int64_t) { return SumOfParts<kTokens, 1>(sums); }
 };
 
-/// More of them, kTokens in a vector: up to three vectors and 8 rows of weights at a time. (GFLOP/s of a Zen 5 core with weights
-/// from memory, 24, 32 and 64 rows, 4 in a vector: 350, 370, 370; 8: 400, 430, 420; 16, as a cell has them: 310, 420, 425.)
+/// More of them, kTokens in a vector: up to three vectors and 8 rows of weights at a time. (GFLOP/s of a Zen 5 core with
+/// weights from memory, 24, 32 and 64 rows, 4 in a vector: 350, 370, 370; 8: 400, 430, 420; 16, as a cell has them: 310, 420,
+/// 425.)
 template <class Product, int kTokens, int kMost>
 struct SomeVectors {
   static_assert(kTokens == 8 || kMost == 12);  // of a last block's vectors there is one less than of a whole one, or none
@@ -222,7 +214,7 @@ struct SomeVectors {
 /// Up to a superblock of panels at a time, so that the activations are laid out once for all, and superblock after superblock
 /// along the contraction, so that weights come from memory in runs of 64 KB.
 template <class Form>
-void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels) {
+void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels, OthersAhead& others) {
   alignas(64) BFloat16 parts[kSuperblock * Form::kMostRows * kTileColumns];
   alignas(64) float sums[kSuperblock * kPanelRows * 16 * Form::Vectors(Form::kMostRows)];
   const std::int64_t rows = args.few_rows, vectors = Form::Vectors(rows), of_panel = kPanelRows * 16 * vectors;
@@ -241,16 +233,21 @@ void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels) {
         const TileRun run = WeightRun(weights, first_panel + p, begin, end, args.scratch);
         const TileMatrix* then = &weights;
         std::int64_t panel = first_panel + p + 1, column = begin;
-        if (p + 1 == panels) {
+        if (p + 1 == panels && end < weights.columns) {
           panel = first_panel;
           column = end;
-          if (end == weights.columns) {
-            then = &args.prefetch.weights;
-            panel = args.prefetch.first_panel;
-            column = args.prefetch.first_column;
-          }
+        } else if (p + 1 == panels) {
+          // After the last segment. An adapter's is not worth it.
+          const bool last = first + panels == args.panels;
+          then = last ? &args.prefetch.weights : &args.segments[0].weights;
+          panel = last ? args.prefetch.first_panel : first_panel + panels;
+          column = last ? args.prefetch.first_column : 0;
         }
         Form::Multiply(run, then->data != nullptr ? then->Tile(panel, column) : run.data, parts, vectors, sums + p * of_panel);
+        const LinesAhead& lines = others.Next();
+        for (const BFloat16* line : lines.begin) {
+          for (std::int64_t i = 0; i < lines.lines; ++i) __builtin_prefetch(line + i * kTileColumns, 0, 2);
+        }
       }
     }
   }
@@ -266,16 +263,16 @@ void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels) {
 
 template <class Form>
 void FewRowsDirectAs(const DirectGemmArgs& args) {
+  std::int64_t runs = 0;
+  for (const GemmSegment& segment : args.segments) runs += CeilDiv(segment.weights.columns, kSuperblock) * args.panels;
+  OthersAhead others(args.prefetch, runs);
   for (std::int64_t p = 0; p < args.panels; p += kSuperblock) {
-    FewRowsPanels<Form>(args, p, Least(kSuperblock, args.panels - p));
+    FewRowsPanels<Form>(args, p, Least(kSuperblock, args.panels - p), others);
   }
 }
 
 template <class Product>
 void FewRowsDirect(const DirectGemmArgs& args) {
-  for (const BFloat16* line : args.prefetch.others) {
-    for (std::int64_t i = 0; line != nullptr && i < args.prefetch.lines; ++i) __builtin_prefetch(line + i * kTileColumns, 0, 2);
-  }
   if (args.few_rows == 1) return FewRowsDirectAs<OneVector<Product, 1>>(args);
   if (args.few_rows == 2) return FewRowsDirectAs<OneVector<Product, 2>>(args);
   if (args.few_rows <= 4) return FewRowsDirectAs<OneVector<Product, 4>>(args);

@@ -1,7 +1,7 @@
-// The unpack form (kernels.h, UnpackGemmArgs) on tiers whose product takes its right factor from registers: rows of stored tiles
-// are interleaved there, in front of every use, and nothing is laid out in memory. Up to 12 rows of activations are multiplied
-// with a tile column or, where they are fewer, with several side by side. Work grows with the rows that count, and the order of
-// summation is a cell's.
+// The unpack form (kernels.h, UnpackGemmArgs) on tiers whose product takes its right factor from registers: rows of stored
+// tiles are interleaved there, in front of every use, and nothing is laid out in memory. Up to 12 rows of activations are
+// multiplied with a tile column or, where they are fewer, with several side by side. Work grows with the rows that count, and
+// the order of summation is a cell's.
 //
 // Weights are taken superblock by superblock, down 8 tile columns at a time: so they come from memory in runs of 64 KB, the
 // next one while this one is multiplied, and the sums of those columns wait in C meanwhile.
@@ -43,8 +43,9 @@ struct RegisterRun {
   std::int64_t stride, length;
   const BFloat16* left;
   std::int64_t left_stride;  ///< from one pair of tiles to the next
-  const BFloat16* ahead;     ///< lines to be prefetched
-  std::int64_t lines;        ///< beside each tile
+  const BFloat16* ahead;     ///< lines to be prefetched beside the first tile
+  std::int64_t lines;        ///< beside each tile of a column
+  std::int64_t ahead_step;   ///< from those beside one tile to those beside the next; 0: they follow each other
 };
 
 /// C of kRows rows and kColumns tile columns (+)= their products with a run.
@@ -59,8 +60,9 @@ void MultiplyInRegisters(const RegisterRun& run, float* c, std::int64_t ldc, boo
     }
   }
   const BFloat16 *tiles = run.tiles, *left = run.left, *ahead = run.ahead;
-  for (std::int64_t n = 0; n < run.length; ++n, tiles += run.stride) {
-    for (std::int64_t i = run.lines * kColumns; i > 0; --i, ahead += kTileColumns) __builtin_prefetch(ahead);
+  const std::int64_t lines = run.lines * kColumns, ahead_step = run.ahead_step != 0 ? run.ahead_step : lines * kTileColumns;
+  for (std::int64_t n = 0; n < run.length; ++n, tiles += run.stride, ahead += ahead_step) {
+    for (std::int64_t i = 0; i < lines; ++i) __builtin_prefetch(ahead + i * kTileColumns);
 #pragma GCC unroll 1
     for (int p = 0; p < 8; ++p) {
       U32x16 right[2 * kColumns];
@@ -106,15 +108,36 @@ struct RegisterBlock {
   int columns;
 };
 
+/// Whether a segment is worth prefetching, not an adapter's few panels.
+inline bool IsLong(const TileMatrix& weights) {
+  return weights.data != nullptr && !weights.repeats && weights.panels >= kSuperblock;
+}
+
+/// Where the tiles lie that are read after a block of segment s: of the next one down the columns, of the next segment or of
+/// the first one at `next_column`. None after the tiles of adapters.
+inline TileRun BlockAhead(const UnpackGemmArgs& args, std::size_t s, std::int64_t end, std::int64_t column,
+                          std::int64_t next_column) {
+  if (!IsLong(args.segments[s].weights)) return {};
+  if (end < args.segments[s].weights.panels) return args.segments[s].weights.RunDownColumn(end, column);
+  while (++s < args.segments.size()) {
+    if (IsLong(args.segments[s].weights)) return args.segments[s].weights.RunDownColumn(0, column);
+  }
+  if (next_column >= args.first_column + args.columns || !IsLong(args.segments[0].weights)) return {};
+  return args.segments[0].weights.RunDownColumn(0, next_column);
+}
+
 /// @param first, rows  of the activations, below args.first_panel
 template <class Product>
-void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const BFloat16* ahead, std::int64_t first,
+void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const TileRun& ahead, std::int64_t first,
                    std::int64_t rows, float* c, std::int64_t ldc, bool accumulate) {
   const TileMatrix &weights = block.segment->weights, &x = block.segment->activations;
-  const TileRun tiles = weights.RunDownColumn(block.panel, block.column);
   const BFloat16* left = x.Tile(args.first_panel, block.panel / 2) + first * kTileColumns;
-  RegisterRun run{tiles.data, tiles.stride, block.length, left, x.column_stride * kTileElements, ahead, 0};
   alignas(64) BFloat16 decoded[kSuperblock * kTileElements];
+  TileRun tiles{decoded, kTileElements, block.length};
+  if (weights.codec == nullptr) tiles = weights.RunDownColumn(block.panel, block.column);
+  RegisterRun run{tiles.data, tiles.stride, block.length, left, x.column_stride * kTileElements, ahead.data, 0, 0};
+  // A whole superblock follows: 64 KB in their order. Else tile by tile, as far as this block has tiles beside them.
+  const bool in_order = ahead.stride == block.columns * kTileElements;
   const std::int64_t groups = CeilDiv(rows, kRowsInRegisters);
   for (int j = 0, done; j < block.columns; j += done) {
     int together = groups > 1 ? 1 : block.columns - j;  // groups of rows are not all of one size
@@ -123,7 +146,6 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
         weights.codec->decode(weights, block.panel + p, block.column + j, 1, decoded + p * kTileElements);
       }
       run.tiles = decoded;
-      run.stride = kTileElements;
       together = 1;
     } else if (weights.column_stride != 0) {
       run.tiles = weights.Tile(block.panel, block.column + j);
@@ -133,35 +155,26 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
     for (std::int64_t g = 0, row = 0, end; g < groups; ++g, row = end) {
       end = (g + 1) * rows / groups;
       run.left = left + row * kTileColumns;
-      run.lines = ahead == nullptr ? 0 : (g + 1) * kPanelRows / groups - g * kPanelRows / groups;
+      if (ahead.data != nullptr) {
+        const std::int64_t line = g * kPanelRows / groups;
+        run.lines = (g + 1) * kPanelRows / groups - line;
+        if (!in_order) {
+          run.ahead = ahead.data + j * kTileElements + line * kTileColumns;
+          run.ahead_step = ahead.stride;
+        }
+      }
       done = MultiplyColumns<Product, kRowsInRegisters>(end - row, together, run, c + row * ldc + j * kTileColumns, ldc,
                                                         accumulate);
-      run.ahead += run.lines * block.length * done * kTileColumns;
+      if (in_order) run.ahead += run.lines * block.length * done * kTileColumns;
     }
     run.tiles += done * kTileElements;
   }
 }
 
-/// What is read after a block of segment s: the next one down the columns, or the first one of the `columns` at `next_column`.
-inline const BFloat16* BlockAhead(const UnpackGemmArgs& args, std::size_t s, std::int64_t end, std::int64_t column,
-                                  std::int64_t next_column) {
-  const TileMatrix* weights = &args.segments[s].weights;
-  if (end >= weights->panels) {
-    end = 0;
-    if (++s == args.segments.size()) {
-      s = 0;
-      column = next_column;
-      if (column >= args.first_column + args.columns) return nullptr;
-    }
-    weights = &args.segments[s].weights;
-  }
-  return weights->data != nullptr ? weights->Tile(end, column) : nullptr;
-}
-
 /// Up to a superblock of columns, `n` of the call and more, times `rows` rows from `first` on: sums to C.
 template <class Product>
-void MultiplySuperblocks(const UnpackGemmArgs& args, std::int64_t n, int columns, std::int64_t first, std::int64_t rows, float* c,
-                         std::int64_t ldc) {
+void MultiplySuperblocks(const UnpackGemmArgs& args, std::int64_t n, int columns, std::int64_t first, std::int64_t rows,
+                         float* c, std::int64_t ldc) {
   const std::int64_t column = args.first_column + n;
   bool accumulate = args.rows == nullptr && args.accumulate;
   for (std::size_t s = 0; s < args.segments.size(); ++s) {

@@ -1,5 +1,5 @@
 // The unpack form (kernels.h, UnpackGemmArgs): stored tiles of the weights are unpacked into right factors, a tile column at a
-// time.
+// time. (The AVX-512 tiers without a matrix unit have register_unpack.h.)
 #pragma once
 
 #include <cstddef>

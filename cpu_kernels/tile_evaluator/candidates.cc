@@ -60,7 +60,8 @@ bool AllFewWhole(const GemmProblem& problem, const MachineModel& machine) {
 /// @param matrix_unit  calls of up to two panels take no slices, and tasks of very many rows drive sums and slices out of L2
 ///                     (1,300 x 1,152 x 512, unpack form: a third longer; 4,096 x 768 x 512, direct: a quarter)
 /// @param slices       a matrix unit's right factors stay in L1 along a part of the contraction only
-/// @param whole_rows   the unpack form takes a call's rows a few at a time itself, while weights are in L1: so many stay together
+/// @param whole_rows   the unpack form takes a call's rows a few at a time itself, while weights are in L1: so many stay
+/// together
 bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem, bool matrix_unit, bool whole_depth, bool slices,
               std::int64_t whole_rows) {
   const bool one_row_call = c.call_rows >= c.task_rows, one_column_call = c.call_columns >= c.task_columns;
@@ -70,8 +71,7 @@ bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem, bool matri
     if (c.task_rows > kMaxChunkRows) return true;
   }
   // The direct form for few rows lays the activations out for each superblock of panels.
-  if (whole_depth && problem.form == GemmForm::kDirect &&
-      c.call_columns < std::min(c.task_columns, kSuperblock * kPanelRows)) {
+  if (whole_depth && problem.form == GemmForm::kDirect && c.call_columns < std::min(c.task_columns, kSuperblock * kPanelRows)) {
     return true;
   }
   if (c.call_depth < problem.k) {
@@ -123,7 +123,8 @@ void ForEach(const GemmProblem& problem, const MachineModel& machine, CandidateS
               c.call_columns = call_columns[cc];
               c.call_depth = axes.call_depth[cd];
               c.order = order;
-              if (!prune || !IsPruned(c, problem, machine.kernel.unpack_overlaps, whole_depth, slices, whole_rows)) visit(c, again_depth);
+              if (!prune || !IsPruned(c, problem, machine.kernel.unpack_overlaps, whole_depth, slices, whole_rows))
+                visit(c, again_depth);
             }
           }
         }

@@ -57,13 +57,13 @@ constexpr double kAllFound = 0.5, kNoneFound = 1.75;
 /// Of weights' way from memory and their unpacking before the products: prefetches are spread over the unpacking evenly.
 constexpr double kUnpackOverlap = 2;
 
-/// Of the forms for few rows, direct and unpack, whose prefetches are spread evenly; without any: 1. (Zen 5, one core that reads
-/// 40 GB/s, ns a tile from L2 and from memory: direct, 4, 8 and 12 rows 14, 21, 32 and 29, 32, 35; unpack, 8, 12, 16 and 32
-/// rows 22, 30, 39, 76 and 32, 33, 41, 76.)
+/// Of the forms for few rows, direct and unpack, whose prefetches are spread evenly; without any: 1. (Zen 5, one core that
+/// reads 40 GB/s, ns a tile from L2 and from memory: direct, 4, 8 and 12 rows 14, 21, 32 and 29, 32, 35; unpack, 8, 12, 16 and
+/// 32 rows 22, 30, 39, 76 and 32, 33, 41, 76.)
 constexpr double kFewDirectOverlap = 2.5, kFewUnpackOverlap = 2.5;
 
-/// What the direct form for few rows takes to lay out a tile of activations, of what a superblock's panels take with it. (Zen 5,
-/// 28 x 1,152 x 3,840 and 56 x 896 x 1,792: in calls of 32 columns 1.19 and 1.18 times as long as of 128.)
+/// What the direct form for few rows takes to lay out a tile of activations, of what a superblock's panels take with it. (Zen
+/// 5, 28 x 1,152 x 3,840 and 56 x 896 x 1,792: in calls of 32 columns 1.19 and 1.18 times as long as of 128.)
 constexpr double kLaysOut = 0.06;
 
 /// The unpack form prefetches a tile column while it works on the one before. Of what waits so long in L2 a share is lost
@@ -106,11 +106,11 @@ struct TaskCost {
   double cells_ns = 0;
   double calls_ns = 0;
   double unpack_ns = 0;
-  double store_ns = 0;         ///< what stores of results are waited for
-  bool few = false;            ///< by the forms for few rows
-  double unfetched = 0;        ///< share of the weights that nothing prefetches
-  bool once = false;           ///< on a matrix unit each weight is met once, and nothing is prefetched
-  double lost_ns = 0;          ///< waiting for weights that were prefetched too early
+  double store_ns = 0;                        ///< what stores of results are waited for
+  bool few = false;                           ///< by the forms for few rows
+  double unfetched = 0;                       ///< share of the weights that nothing prefetches
+  bool once = false;                          ///< on a matrix unit each weight is met once, and nothing is prefetched
+  double lost_ns = 0;                         ///< waiting for weights that were prefetched too early
   std::array<double, kMemoryLevels> bytes{};  ///< read or written beyond the caches below that level
 };
 
@@ -146,7 +146,8 @@ class TaskCounter {
 
   TaskCost Count(const TaskShape& task) const {
     TaskCost cost;
-    const std::int64_t call_rows = std::min(c_.call_rows, task.rows), call_columns = std::min(c_.call_columns, task.columns);
+    const std::int64_t call_rows = task.few && p_.form == GemmForm::kDirect ? task.rows : std::min(c_.call_rows, task.rows),
+                       call_columns = std::min(c_.call_columns, task.columns);
     cost.few = task.few;
     const bool whole = cost.few && (p_.form == GemmForm::kDirect || p_.output_bytes == 2);
     const bool direct = p_.form == GemmForm::kDirect;
@@ -174,19 +175,19 @@ class TaskCounter {
     if (slices && unit && !ring && depth <= kSliceTiles * kTileColumns) pieces.left = 1;
     if (cost.few) {
       const auto tiles = static_cast<double>(CeilDiv(task.columns, kPanelRows) * CeilDiv(p_.k, kTileColumns));
-      const std::int64_t rest = task.rows % call_rows;
-      cost.cells_ns = tiles * static_cast<double>(task.rows / call_rows) * FewTileNs(call_rows);
+      const std::int64_t rest = task.rows % call_rows, whole_calls = task.rows / call_rows;
+      cost.cells_ns = tiles * static_cast<double>(whole_calls) * FewTileNs(call_rows);
       if (rest > 0) cost.cells_ns += tiles * FewTileNs(rest);
       if (direct) {
         // What lays the activations out for a superblock of panels was measured with a whole one.
         const auto lays = static_cast<double>(column_calls * CeilDiv(call_columns, kSuperblock * kPanelRows) * kSuperblock);
         const double panels = static_cast<double>(CeilDiv(task.columns, kPanelRows));
         cost.cells_ns *= 1 + kLaysOut * std::max(0.0, lays / panels - 1);
-      }
-      // Sums of a superblock of columns wait in C between two superblocks of weights down a column.
-      if (!direct) {
-        const double sums = Product(task.rows, task.columns, 4), visits = static_cast<double>(p_.k / kSumDepth);
-        AddAgain(cost, Product(call_rows, kSumColumns, 4) + Product(call_rows, kSumDepth, 2), 2 * sums * visits, MemoryLevel::kL3);
+      } else {
+        // Sums of a superblock of columns wait in C between two superblocks of weights down a column.
+        const std::int64_t visits = p_.k / kSumDepth;
+        const double sums = Product(task.rows, task.columns, 4) * static_cast<double>(visits);
+        AddAgain(cost, Product(call_rows, kSumColumns, 4) + Product(call_rows, kSumDepth, 2), 2 * sums, MemoryLevel::kL3);
       }
     } else {
       CountCells(task, call_rows, parts, pieces, cost);
@@ -257,8 +258,8 @@ class TaskCounter {
     cost.bytes[3] += bytes;
   }
 
-  /// Nanoseconds of a tile of weights in L2 times so many rows. The direct form takes eight in a vector where there are many, the
-  /// unpack form up to twelve at a time.
+  /// Nanoseconds of a tile of weights in L2 times so many rows. The direct form takes eight in a vector where there are many,
+  /// the unpack form up to twelve at a time.
   double FewTileNs(std::int64_t rows) const {
     const auto& measured = m_.kernel.few_tile_ns[p_.form == GemmForm::kDirect ? 0 : 1];
     const std::int64_t most = m_.kernel.most_few_rows;
@@ -266,7 +267,8 @@ class TaskCounter {
     if (rows <= most) return of(rows);
     if (p_.form == GemmForm::kDirect) return of(most) * static_cast<double>(RoundUp(rows, 8)) / static_cast<double>(most);
     const std::int64_t groups = CeilDiv(rows, std::min<std::int64_t>(kRowsInRegisters, most)), more = rows % groups;
-    return static_cast<double>(groups - more) * of(rows / groups) + (more > 0 ? static_cast<double>(more) * of(rows / groups + 1) : 0.0);
+    return static_cast<double>(groups - more) * of(rows / groups) +
+           (more > 0 ? static_cast<double>(more) * of(rows / groups + 1) : 0.0);
   }
 
   /// Time of the steps of `left` x `right` panels along one step of the contraction, and how many cells they are.
@@ -278,7 +280,8 @@ class TaskCounter {
     const auto row = [&](std::int64_t na) {
       const auto& step = m_.kernel.step_ns[static_cast<std::size_t>(na - 1)];
       const auto of = [&](std::int64_t panels) { return step[static_cast<std::size_t>(panels - 1)]; };
-      if (rest >= 0) return static_cast<double>(passes - rest) * of(even) + (rest > 0 ? static_cast<double>(rest) * of(even + 1) : 0.0);
+      if (rest >= 0)
+        return static_cast<double>(passes - rest) * of(even) + (rest > 0 ? static_cast<double>(rest) * of(even + 1) : 0.0);
       return static_cast<double>(passes - 1) * of(even) + of(even + rest);
     };
     const double ns = static_cast<double>(whole_left) * row(most.left) + (rest_left > 0 ? row(rest_left) : 0.0);
@@ -495,7 +498,7 @@ double Rounds(const Tasks& whole, const Tasks& rest, double threads) {
 
 bool IsFew(const GemmProblem& problem, std::int64_t rows, const MachineModel& machine) {
   if (problem.form == GemmForm::kGradient || machine.kernel.most_few_rows == 0) return false;
-  return problem.form == GemmForm::kUnpack || rows <= kMostDirectRows;
+  return problem.form == GemmForm::kUnpack || rows <= kMostFewRows;
 }
 
 PackingCut CutPacking(const GemmProblem& problem, int threads) {
@@ -506,7 +509,8 @@ PackingCut CutPacking(const GemmProblem& problem, int threads) {
   return {columns, chunks * CeilDiv(all, columns)};
 }
 
-std::int64_t TaskRows(std::int64_t rows, const GemmConfiguration& configuration) {
+std::int64_t TaskRows(std::int64_t rows, const GemmConfiguration& configuration, bool whole) {
+  if (whole) return RoundUp(rows, kPanelRows);
   return RoundUp(CeilDiv(rows, CeilDiv(rows, configuration.task_rows)), kPanelRows);
 }
 
@@ -531,16 +535,21 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   const double group_weights = Product(problem.n, problem.k, problem.weight_bytes);
 
   const double column_tasks = static_cast<double>(CeilDiv(problem.n, configuration.task_columns));
+  const auto whole_few = [&](const GroupRows& group) {
+    return problem.form == GemmForm::kDirect && IsFew(problem, group.rows, machine);
+  };
   double all_tasks = 0;
   for (const GroupRows& group : problem.groups) {
-    all_tasks += static_cast<double>(group.groups * CeilDiv(group.rows, TaskRows(group.rows, configuration))) * column_tasks;
+    all_tasks +=
+        static_cast<double>(group.groups * CeilDiv(group.rows, TaskRows(group.rows, configuration, whole_few(group)))) *
+        column_tasks;
   }
   const double last_round = all_tasks - (std::ceil(all_tasks / threads) - 1) * threads;
   GemmEstimate estimate;
   double work = 0, tasks = 0, longest = 0, last = 0;
   Tasks whole, rest;  // by their columns
   for (const GroupRows& group : problem.groups) {
-    const std::int64_t rows = TaskRows(group.rows, configuration);
+    const std::int64_t rows = TaskRows(group.rows, configuration, whole_few(group));
     const std::int64_t chunks = CeilDiv(group.rows, rows);
     const auto add = [&](std::int64_t task_rows, std::int64_t task_columns, double count, bool weights_again) {
       if (task_rows == 0 || task_columns == 0 || count == 0) return;

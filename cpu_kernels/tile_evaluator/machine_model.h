@@ -12,9 +12,7 @@ enum class MemoryLevel { kL1, kL2, kL3, kMemory };
 inline constexpr std::size_t kMemoryLevels = 4;
 
 /// Rows of activations, at most, that are measured one by one where a tier has forms for few.
-inline constexpr std::size_t kMostFewRows = 16;
-/// Rows that the direct one takes, at most (KernelTier::most_few_rows). The unpack form of such a tier takes any number.
-inline constexpr std::int64_t kMostDirectRows = 64;
+inline constexpr std::size_t kMostMeasuredRows = 16;
 
 /// What the kernels of one tier do on this machine, on each thread of so many, with its operands in the L1 cache.
 struct KernelFigures {
@@ -25,7 +23,7 @@ struct KernelFigures {
   /// Of the forms for few rows: how many are measured (0: there are none), and nanoseconds of a tile of weights in L2, by form
   /// (direct, unpack) and rows - 1.
   std::int64_t most_few_rows = 0;
-  std::array<std::array<double, kMostFewRows>, 2> few_tile_ns{};
+  std::array<std::array<double, kMostMeasuredRows>, 2> few_tile_ns{};
   double cell_ns = 0;            ///< begin and end of the widest cell: accumulators cleared and stored
   double again_ns = 0;           ///< the same of one that goes on with sums in C: accumulators loaded and stored
   double call_ns = 0;            ///< begin and end of a call

@@ -146,7 +146,7 @@ void GroupedGemm::Run(const GemmConfiguration& configuration) {
   if (!problem_.packed) PackActivations(pool_.num_threads());
   tasks_.clear();
   for (const Group& group : groups_) {
-    const std::int64_t rows = TaskRows(group.rows, configuration);
+    const std::int64_t rows = TaskRows(group.rows, configuration, problem_.form == GemmForm::kDirect && IsFew(group));
     for (std::int64_t column = 0; column < problem_.n; column += configuration.task_columns) {
       for (std::int64_t row = 0; row < group.rows; row += rows) {
         tasks_.push_back(
@@ -159,7 +159,9 @@ void GroupedGemm::Run(const GemmConfiguration& configuration) {
 }
 
 void GroupedGemm::RunTask(const Task& task, const GemmConfiguration& c) {
-  const std::int64_t row_step = std::min(c.call_rows, RoundUp(task.rows, kPanelRows));
+  const bool whole_rows = problem_.form == GemmForm::kDirect && IsFew(*task.group);
+  const std::int64_t row_step =
+      whole_rows ? RoundUp(task.rows, kPanelRows) : std::min(c.call_rows, RoundUp(task.rows, kPanelRows));
   const std::int64_t column_step = std::min(c.call_columns, RoundUp(task.columns, kTileColumns));
   const std::int64_t depth = CutsInCalls(IsFew(*task.group)) ? std::min(c.call_depth, problem_.k) : problem_.k;
   const std::int64_t row_calls = CeilDiv(task.rows, row_step), column_calls = CeilDiv(task.columns, column_step);
@@ -276,7 +278,7 @@ void GroupedGemm::CallUnpack(const Task& task, const Block& block, std::int64_t 
   args.columns = CeilDiv(block.columns, kTileColumns);
   args.depth = slice < block.depth ? slice / kTileColumns : 0;
   const std::int64_t scratch = UnpackScratchElements(args.segments) * 2;
-  const std::int64_t row_count = args.panels * kPanelRows, sum_columns = kSuperblock * kTileColumns;
+  const std::int64_t row_count = args.panels * kPanelRows, sum_columns = SumsPitch(kSuperblock * kTileColumns);
   Carver carver(Scratch(scratch + row_count * (8 + 4 * sum_columns) + 128));
   args.scratch = carver.Take<BFloat16>(scratch / 2);
   if (problem_.output_bytes == 2) {

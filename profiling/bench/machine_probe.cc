@@ -43,7 +43,7 @@ double LeastNs(const std::function<void()>& body, double least) {
 constexpr std::int64_t kCellSteps = 6;
 /// Two lengths tell steps from what a call costs besides.
 constexpr std::int64_t kLong = kCellSteps, kShort = 2;
-/// Cells of a call that tell what each one costs; tile columns, of the unpack form; tiles of the forms for few rows.
+/// Cells of a call that tell what each one costs; tile columns, of the unpack form; superblocks of the forms for few rows.
 constexpr std::int64_t kCells = 17, kColumns = 4, kFewBlocks = 2;
 /// Steps of half a slice of a matrix unit, and pieces of weights that meet the same activations.
 constexpr std::int64_t kShortSlice = 8, kPieces = 4;

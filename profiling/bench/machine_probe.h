@@ -70,14 +70,14 @@ class KernelProbe {
 
   void MakeCalls(Bodies& bodies);
   double NsOfAll(const std::vector<Bodies>& workers, std::size_t body) const;
-  std::int64_t MostFewRows() const { return std::min<std::int64_t>(tier_.most_few_rows, kMostFewRows); }
+  std::int64_t MostFewRows() const { return std::min<std::int64_t>(tier_.most_few_rows, kMostMeasuredRows); }
 
   const KernelTier& tier_;
   threadpool::Pool* const pool_;
   std::vector<std::vector<double>> ns_;  ///< of each call, by turns; one thread: the least so far alone
   std::size_t with_long_[2][3] = {}, with_short_[2][3] = {}, some_cells_ = 0, longer_cells_ = 0, again_ = 0, one_column_ = 0,
               more_columns_ = 0, packing_ = 0;
-  std::size_t few_[2][kMostFewRows] = {};
+  std::size_t few_[2][kMostMeasuredRows] = {};
   double packed_bytes_ = 0;
 };
 

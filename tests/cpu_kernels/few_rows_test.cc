@@ -15,19 +15,21 @@ namespace {
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 /// Rows of weights (direct) or its columns (unpack), and the depth of each segment: on and off the grid, one panel and an odd
-/// number of them, and more tiles than the direct form takes between two visits of its partial sums.
+/// number of them, and more than a superblock both ways.
 struct Shape {
   std::int64_t n;
   std::vector<std::int64_t> depths;
 };
-const std::vector<Shape> kShapes = {{1, {1}}, {16, {32}}, {47, {100}}, {96, {600, 16}}, {33, {17, 33, 64}}, {40, {2100, 5}}};
+const std::vector<Shape> kShapes = {{1, {1}},           {16, {32}},      {47, {100}},     {96, {600, 16}},
+                                    {33, {17, 33, 64}}, {40, {2100, 5}}, {300, {150, 40}}};
 
 class FewRowsTest : public TierTest {
  protected:
   /// Every number up to a panel, then some: each way to cut them into vectors and passes, and the most.
   std::vector<std::int64_t> DirectRows() const {
     std::vector<std::int64_t> all;
-    for (const std::int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 24, 25, 31, 33, 40, 47, 50, 57, 64}) {
+    for (const std::int64_t rows :
+         {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 24, 25, 31, 33, 40, 47, 50, 57, 64}) {
       if (rows <= tier_->most_few_rows) all.push_back(rows);
     }
     EXPECT_EQ(all.back(), tier_->most_few_rows);
@@ -88,6 +90,7 @@ TEST_P(FewRowsTest, DirectForm) {
         const std::int64_t size = args.panels * 16 * args.ldc;
         const PoisonedBuffer whole(size * 4), cut(size * 4);
         args.c = whole.As<float>();
+        args.prefetch = {problem.segments[0].weights, 0, 1, 0, 1};  // only ever a hint
         tier_->direct_gemm(args);
         for (std::int64_t i = 0; i < args.panels * 16; ++i) {
           for (std::int64_t t = 0; t < columns; ++t) {
@@ -189,7 +192,8 @@ TEST_P(FewRowsTest, UnpackForm) {
       args.c = expected.As<float>();
       tier_->unpack_gemm(args);
       std::vector<BFloat16*> out(static_cast<std::size_t>(all));
-      for (std::int64_t t = 0; t < rows; t += 2) out[static_cast<std::size_t>(t)] = lines.As<BFloat16>() + t * args.columns * 32;
+      for (std::int64_t t = 0; t < rows; t += 2)
+        out[static_cast<std::size_t>(t)] = lines.As<BFloat16>() + t * args.columns * 32;
       const std::int64_t ldc = args.ldc;
       for (const bool with_sums : {false, true}) {
         args.c = with_sums ? sums.As<float>() : nullptr;

@@ -32,7 +32,7 @@ std::vector<Case> Cases() {
   };
   using enum GemmForm;
   return {
-      {"direct", of({{33, 1}}, 600, 330, kDirect, 2, 4, false)},
+      {"direct", of({{50, 1}, {60, 1}}, 600, 330, kDirect, 2, 4, false)},
       {"direct_bf16", of({{70, 2}, {1, 1}}, 545, 257, kDirect, 4, 2, false)},
       {"unpack", of({{33, 1}}, 600, 330, kUnpack, 2, 4, true)},
       {"unpack_bf16", of({{70, 2}, {1, 1}}, 545, 257, kUnpack, 4, 2, false)},

@@ -278,9 +278,9 @@ def _with_rate(
 
 def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool) -> tuple[int, ...]:
     """Rows with which the kernels are tried on weights from memory: the fewest whole panels that cells compute and no
-    form for few rows; so many that products take about as long as the memory; twice as many. A matrix unit's wait for
-    activations from L2, and for what is unpacked: half as many, too."""
-    least = 16 * (len(kernels.few_tile_ns[0]) // 16 + 1)
+    form for few rows, which goes up to 64; so many that products take about as long as the memory; twice as many. A
+    matrix unit's wait for activations from L2, and for what is unpacked: half as many, too."""
+    least = 80 if kernels.few_tile_ns[0] else 16
     product_ns = (kernels.step_ns[-1][0] + (kernels.l2_tile_ns if matrix_unit else 0.0)) / len(kernels.step_ns)
     balanced = min(max(16 * round(1024 / dram_gbps / product_ns), least + 16), 192)
     half = 16 * round(balanced / 32)

@@ -180,7 +180,7 @@ class Products:
         them."""
         few: list[float] = self.figures["few_tile_ns"][0]
         if rows > len(few):
-            return round_up(rows, 16)
+            return round_up(rows, 8 if few and rows <= _FEW_DIRECT else 16)
         whole: float = self.figures["step_ns"][0][0]
         return float(min(16 * few[rows - 1] / whole, 16.0))
 
