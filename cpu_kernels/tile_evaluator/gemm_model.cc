@@ -57,10 +57,12 @@ constexpr double kAllFound = 0.5, kNoneFound = 1.75;
 /// Of weights' way from memory and their unpacking before the products: prefetches are spread over the unpacking evenly.
 constexpr double kUnpackOverlap = 2;
 
-/// Of the forms for few rows, direct and unpack, whose prefetches are spread evenly; without any: 1. (Zen 5, one core that
-/// reads 40 GB/s, ns a tile from L2 and from memory: direct, 4, 8 and 12 rows 14, 21, 32 and 29, 32, 35; unpack, 8, 12, 16 and
-/// 32 rows 22, 30, 39, 76 and 32, 33, 41, 76.)
-constexpr double kFewDirectOverlap = 2.5, kFewUnpackOverlap = 2.5;
+/// Of the forms for few rows, whose prefetches are spread evenly, where they pass a tile once, and where the second pass finds
+/// it in L1; without any prefetches: 1. (Zen 5, one core that reads 40 GB/s, ns a tile from L2 and from memory: direct, 4, 8,
+/// 12 and 16 rows 15, 23, 37, 39 and 29, 31, 37, 40; unpack, 8, 12, 16 and 32 rows 20, 28, 38, 76 and 32, 34, 41, 76.)
+constexpr double kOncePassedOverlap = 2.5, kPassedOverlap = 6;
+/// Rows of a pass.
+constexpr std::int64_t kDirectPass = 8;
 
 /// What the direct form for few rows takes to lay out a tile of activations, of what a superblock's panels take with it. (Zen
 /// 5, 28 x 1,152 x 3,840 and 56 x 896 x 1,792: in calls of 32 columns 1.19 and 1.18 times as long as of 128.)
@@ -108,6 +110,7 @@ struct TaskCost {
   double unpack_ns = 0;
   double store_ns = 0;                        ///< what stores of results are waited for
   bool few = false;                           ///< by the forms for few rows
+  bool passed_once = false;                   ///< by those, in one pass
   double unfetched = 0;                       ///< share of the weights that nothing prefetches
   bool once = false;                          ///< on a matrix unit each weight is met once, and nothing is prefetched
   double lost_ns = 0;                         ///< waiting for weights that were prefetched too early
@@ -176,6 +179,7 @@ class TaskCounter {
     if (cost.few) {
       const auto tiles = static_cast<double>(CeilDiv(task.columns, kPanelRows) * CeilDiv(p_.k, kTileColumns));
       const std::int64_t rest = task.rows % call_rows, whole_calls = task.rows / call_rows;
+      cost.passed_once = call_rows <= (direct ? kDirectPass : kRowsInRegisters);
       cost.cells_ns = tiles * static_cast<double>(whole_calls) * FewTileNs(call_rows);
       if (rest > 0) cost.cells_ns += tiles * FewTileNs(rest);
       if (direct) {
@@ -428,7 +432,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   // and beside the unpacking where vectors compute, too.
   const bool unpack_first = problem.form == GemmForm::kUnpack && !unit && !cost.few;
   const bool unpacks = problem.form == GemmForm::kUnpack;
-  const double overlap = cost.few  ? (unpacks ? kFewUnpackOverlap : kFewDirectOverlap)
+  const double overlap = cost.few  ? (cost.passed_once ? kOncePassedOverlap : kPassedOverlap)
                          : unpacks ? kernel.unpack_overlap
                                    : kernel.overlap;
   const Overlap beside(overlap);
