@@ -1,5 +1,6 @@
 """What `moesaic bench layer` is made of: the model of its work, routing, reference, peers and statistics."""
 
+import json
 import mmap
 import sys
 
@@ -344,3 +345,21 @@ def test_probes_refuse_what_they_cannot_measure(pool):
         read.measure(0.01)
     moesaic.set_num_threads(2)
     assert read.measure(0.001) > 0
+
+
+def test_what_libraries_print_is_not_json(run_python):
+    result = run_python(
+        """
+import atexit, os
+from moesaic.commands.output import print_json, stdout_for_json
+atexit.register(lambda: os.write(1, b"goodbye"))
+with stdout_for_json(True):
+    print("from Python")
+    os.write(1, b"hello from a library")
+    with stdout_for_json(True):
+        pass
+print_json({"answer": 42})
+"""
+    )
+    assert json.loads(result.stdout) == {"answer": 42}
+    assert all(text in result.stderr for text in ("from Python", "hello from a library", "goodbye"))

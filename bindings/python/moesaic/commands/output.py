@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,12 +20,23 @@ class CommandError(Exception):
 
 @contextlib.contextmanager
 def stdout_for_json(enabled: bool) -> Iterator[None]:
-    """Sends what anybody prints inside to stderr, so that stdout holds the JSON document alone."""
+    """Sends what anybody prints inside to stderr, and what libraries print below Python from here on, so that stdout
+    holds the JSON document alone."""
     if not enabled:
         yield
         return
+    if sys.stdout is sys.__stdout__:  # not one that a caller has put in its place
+        _claim_stdout()
     with contextlib.redirect_stdout(sys.stderr):
         yield
+
+
+def _claim_stdout() -> None:
+    """Gives sys.stdout a descriptor of its own, and 1, which C and C++ write to, at exit too, to stderr."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
 def print_json(document: dict[str, Any]) -> None:
