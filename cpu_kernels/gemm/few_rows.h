@@ -237,7 +237,7 @@ void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels, O
           panel = first_panel;
           column = end;
         } else if (p + 1 == panels) {
-          // After the last segment. An adapter's is not worth it.
+          // A segment ends: what comes after the adapter's, which is not worth it.
           const bool last = first + panels == args.panels;
           then = last ? &args.prefetch.weights : &args.segments[0].weights;
           panel = last ? args.prefetch.first_panel : first_panel + panels;
