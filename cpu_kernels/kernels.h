@@ -2,9 +2,9 @@
 //
 // Matrices are tiles of bf16 (gemm/tiles.h), results fp32. Every output element has one accumulator that adds the products in
 // ascending order of the contraction index, segment after segment: no blocking, splitting or thread count changes a bit. (The
-// onednn tier adds up parts of 256 products each, cut in one way, contract_along_features 16 interleaved parts,
-// contract_across_experts two for each 16 features, the direct form for few rows 16, 8, 4 or 2, as their number says.) No
-// function here throws, but onednn's where oneDNN fails, or takes a lock; all may run on any number of threads at once.
+// onednn tier adds up parts of 256 products each, cut in one way, contract_along_features interleaved parts, as many as a
+// vector has lanes, the direct form for few rows 16, 8, 4 or 2, as their number says.) No function here throws, but onednn's
+// where oneDNN fails, or takes a lock; all may run on any number of threads at once.
 #pragma once
 
 #include <cstdint>
@@ -220,8 +220,8 @@ struct StoreRowsArgs {
   std::int64_t out_stride = 0;    ///< elements
 };
 
-/// One parameter of an adapter as it lies in memory, fp32, or a range of its features. It is rounded to bf16 where it is
-/// multiplied, and so are rows of activations.
+/// One parameter of an adapter as it lies in memory, or a range of its features. Products with it are fp32: nothing is rounded,
+/// neither the parameter nor rows of activations.
 struct LowRankPiece {
   const float* parameter = nullptr;
   float* gradient = nullptr;                         ///< null: not wanted
@@ -231,45 +231,45 @@ struct LowRankPiece {
 };
 
 /// Most rows of an expert in the forms below.
-inline constexpr std::int64_t kMostLowRankSlots = 48;
+inline constexpr std::int64_t kMostLowRankRows = 64;
 
-/// Sixteen experts, or the fewer that are left, whose parameters lie side by side. Their first rows are slot 0, and so on.
-struct LowRankGroup {
-  std::int64_t width = 16;            ///< experts
-  std::int64_t slots = 0;             ///< most rows of one of them, at most kMostLowRankSlots
-  const void* const* rows = nullptr;  ///< [slots][16] rows of activations; null: that expert has fewer
-  void* const* out = nullptr;         ///< [slots][16] rows of results; null: dropped
-  const float* low = nullptr;         ///< [slots][ranks][16]; zero where an expert has fewer rows
-  float* sums = nullptr;              ///< [slots][ranks][16]; null: not wanted
+/// The rows of one expert.
+struct LowRankRows {
+  std::int64_t count = 0;             ///< at most kMostLowRankRows
+  const void* const* rows = nullptr;  ///< [count] activations
+  void* const* out = nullptr;         ///< [count] results
+  const float* low = nullptr;         ///< [count][ranks]
+  float* sums = nullptr;              ///< [count][ranks]; null: not wanted
 };
 
-/// With L = low, P(f, j) the parameter of rank j and feature f at f * feature_stride + j * rank_stride + 16 * group + expert:
-///   expand_across_experts    out[s][x][first_feature + f] = sum over j of L[s][j][x] P(f, j)
-///   contract_across_experts  sums[s][j][x] += sum over f of rows[s][x][first_feature + f] P(f, j)
-///                            gradient(f, j) = sum over s of rows[s][x][first_feature + f] L[s][j][x]
+/// With L = low, P(f, j) the parameter of rank j and feature f at f * feature_stride + j * rank_stride + expert:
+///   expand_across_experts    out[i][first_feature + f] = sum over j of L[i][j] P(f, j)
+///   contract_across_experts  sums[i][j] += sum over f of rows[i][first_feature + f] P(f, j)
+///                            gradient(f, j) = sum over i of rows[i][first_feature + f] L[i][j]; zeros where count is 0
 struct AcrossExpertsArgs {
   std::span<const LowRankPiece> pieces;
-  std::span<const LowRankGroup> groups;
-  std::int64_t ranks = 0;  ///< of all pieces
+  std::span<const LowRankRows> experts;  ///< parameters side by side, at most 1,024; sums: of each with rows, or of none
+  std::int64_t ranks = 0;                ///< of all pieces
   std::int64_t first_feature = 0, features = 0;
   DType dtype = DType::kFloat32;  ///< of rows, or of out: fp32 or bf16
-  float* scratch = nullptr;       ///< [groups][ranks][16 features][16], 64-byte aligned
+  float* scratch = nullptr;       ///< AcrossExpertsScratch(...), 64-byte aligned
 };
 
+/// Elements of AcrossExpertsArgs::scratch for so many experts, ranks and pieces: where these are transposed, 16 x 16 at a time.
+MOESAIC_INLINE std::int64_t AcrossExpertsScratch(std::int64_t experts, std::int64_t ranks, std::int64_t pieces) {
+  return RoundUp(experts, 16) * ((ranks + 15 * pieces) / 16) * 272 + 16 * (32 * ranks + 16);
+}
+
 /// For one expert, with P(j, f) at j * rank_stride + f:
-///   contract_along_features  sums[i][j] = sum over f of rows[i][f] P(j, f), in sixteen interleaved parts
-///   expand_along_features    out[i][f] = sum over j of low[i][j] P(j, f)
-///   outer_along_features     gradient(j, f) = sum over i of rows[i][f] low[i][j]; zeros where count is 0
+///   contract_along_features  sums[i][j] = sum over f of rows[i][f] P(j, f), in interleaved parts, as many as a vector has
+///   lanes expand_along_features    out[i][f] = sum over j of low[i][j] P(j, f) outer_along_features     gradient(j, f) = sum
+///   over i of rows[i][f] low[i][j]; zeros where count is 0
 struct AlongFeaturesArgs {
   std::span<const LowRankPiece> pieces;
+  LowRankRows expert;
   std::int64_t ranks = 0;  ///< of all pieces
   std::int64_t features = 0;
-  std::int64_t count = 0;  ///< rows
-  const void* const* rows = nullptr;
-  void* const* out = nullptr;
   DType dtype = DType::kFloat32;  ///< of rows, or of out: fp32 or bf16
-  const float* low = nullptr;     ///< [count][ranks]
-  float* sums = nullptr;          ///< [count][ranks]
 };
 
 /// out[j * out_stride + i] = rows[i][j] for 16 x 16 floats; a null row reads as zeros.

@@ -10,6 +10,9 @@
 
 #include <immintrin.h>
 
+/// Behind a lambda's parameters: a body that is called for whole vectors and for parts is compiled for each of them.
+#define MOESAIC_INLINE_LAMBDA __attribute__((always_inline))
+
 namespace {
 
 using moesaic::BFloat16;
@@ -19,8 +22,10 @@ using I32x16 = std::int32_t __attribute__((vector_size(64)));
 using U32x16 = std::uint32_t __attribute__((vector_size(64)));
 using U16x16 = std::uint16_t __attribute__((vector_size(32)));
 
-#if !defined(__AVX512BF16__)
-#if defined(__AVX2__)
+// Vectors of the machine's own width: GCC spills longer ones.
+#if defined(__AVX512F__)
+inline constexpr int kNativeLanes = 16;
+#elif defined(__AVX2__)
 inline constexpr int kNativeLanes = 8;
 #else
 inline constexpr int kNativeLanes = 4;
@@ -29,6 +34,7 @@ using NativeF32 = float __attribute__((vector_size(4 * kNativeLanes)));
 using NativeU32 = std::uint32_t __attribute__((vector_size(4 * kNativeLanes)));
 using NativeU16 = std::uint16_t __attribute__((vector_size(2 * kNativeLanes)));
 
+#if !defined(__AVX512BF16__)
 /// Some floats rounded to bf16, as the high halves of dwords; the low halves hold rubbish. In vectors of the machine's own
 /// width: of longer ones GCC compares the elements one by one.
 MOESAIC_INLINE NativeU32 RoundToHigh(const float* p) {
@@ -60,7 +66,7 @@ MOESAIC_INLINE F32x16 LoadF32(const float* p) {
 
 MOESAIC_INLINE void StoreF32(float* p, F32x16 v) { std::memcpy(p, &v, sizeof(v)); }
 
-MOESAIC_INLINE F32x16 Broadcast(float x) { return F32x16{} + x; }
+MOESAIC_INLINE F32x16 Broadcast(float x) { return x - F32x16{}; }
 
 MOESAIC_INLINE F32x16 Widen(U16x16 bits) {
   const U32x16 wide = __builtin_convertvector(bits, U32x16) << 16;
@@ -254,10 +260,10 @@ MOESAIC_INLINE F32x16 Sigmoid(F32x16 x) {
 #if !defined(__AVX512F__)
 using U32x8 = std::uint32_t __attribute__((vector_size(32)));
 
-/// columns[j][i] = rows[i][j] for 8 x 8 dwords in rows of 64 bytes.
-MOESAIC_INLINE void LoadTransposed(const BFloat16* rows, U32x8 (&columns)[8]) {
+/// columns[j][i] = rows[i][j] for 8 x 8 dwords in rows `pitch` dwords apart.
+MOESAIC_INLINE void LoadTransposed(const float* rows, std::int64_t pitch, U32x8 (&columns)[8]) {
   U32x8 r[8], t[8];
-  for (int i = 0; i < 8; ++i) std::memcpy(&r[i], rows + 32 * i, sizeof(r[i]));
+  for (int i = 0; i < 8; ++i) std::memcpy(&r[i], rows + pitch * i, sizeof(r[i]));
   for (int i = 0; i < 8; i += 2) {
     t[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
     t[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
@@ -275,11 +281,12 @@ MOESAIC_INLINE void LoadTransposed(const BFloat16* rows, U32x8 (&columns)[8]) {
 }
 #endif
 
-/// Transposes 16 x 16 dwords: out[j][i] = in[i][j]; rows are 64 bytes apart in both, and in == out is allowed.
-inline void Transpose16x16(const BFloat16* in, BFloat16* out) {
+/// Transposes 16 x 16 floats: out[j][i] = in[i][j]; rows are `in_pitch` and `out_pitch` floats apart. In place where these are
+/// equal.
+inline void Transpose16x16(const float* in, std::int64_t in_pitch, float* out, std::int64_t out_pitch) {
 #if defined(__AVX512F__)
   __m512i r[16], t[16];
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(in + 32 * i);
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(in + in_pitch * i);
   for (int i = 0; i < 8; ++i) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
     t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
@@ -297,24 +304,29 @@ inline void Transpose16x16(const BFloat16* in, BFloat16* out) {
     t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
   }
   for (int i = 0; i < 4; ++i) {
-    _mm512_storeu_si512(out + 32 * i, _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88));
-    _mm512_storeu_si512(out + 32 * (4 + i), _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88));
-    _mm512_storeu_si512(out + 32 * (8 + i), _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd));
-    _mm512_storeu_si512(out + 32 * (12 + i), _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd));
+    _mm512_storeu_si512(out + out_pitch * i, _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88));
+    _mm512_storeu_si512(out + out_pitch * (4 + i), _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88));
+    _mm512_storeu_si512(out + out_pitch * (8 + i), _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd));
+    _mm512_storeu_si512(out + out_pitch * (12 + i), _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd));
   }
 #else
   for (int i = 0; i < 16; i += 8) {
     for (int j = 0; j <= i; j += 8) {
       U32x8 block[8], mirrored[8];
-      LoadTransposed(in + 32 * i + 2 * j, block);
-      LoadTransposed(in + 32 * j + 2 * i, mirrored);
+      LoadTransposed(in + in_pitch * i + j, in_pitch, block);
+      LoadTransposed(in + in_pitch * j + i, in_pitch, mirrored);
       for (int k = 0; k < 8; ++k) {
-        std::memcpy(out + 32 * (j + k) + 2 * i, &block[k], sizeof(block[k]));
-        std::memcpy(out + 32 * (i + k) + 2 * j, &mirrored[k], sizeof(mirrored[k]));
+        std::memcpy(out + out_pitch * (j + k) + i, &block[k], sizeof(block[k]));
+        std::memcpy(out + out_pitch * (i + k) + j, &mirrored[k], sizeof(mirrored[k]));
       }
     }
   }
 #endif
+}
+
+/// The same for dwords in rows of 64 bytes.
+inline void Transpose16x16(const BFloat16* in, BFloat16* out) {
+  Transpose16x16(reinterpret_cast<const float*>(in), 16, reinterpret_cast<float*>(out), 16);
 }
 
 /// Interleaves rows (0, 1), (2, 3), ... of a stored tile: row p of `low` holds the pairs of rows 2p and 2p + 1 for columns

@@ -127,7 +127,7 @@ void BackwardPass::ContractGateUp(LoraMatrix m, std::int64_t sweep, Phase p, Pha
 }
 
 void BackwardPass::InputInPlace(std::int64_t expert) {
-  const void* rows[kMostLowRankSlots];
+  const void* rows[kMostLowRankRows];
   const std::int32_t *offsets = routing, *slots = routing + config.num_experts + 1;
   for (std::int64_t r = offsets[expert]; r < offsets[expert + 1]; ++r)
     rows[r - offsets[expert]] = hidden_.Row(slots[r] / top_k);

@@ -116,7 +116,7 @@ class ForwardPass : public Pass {
     const Job& job = jobs[index];
     const std::int64_t rank = adapters().input_rank();
     PhaseRange range(Phase::kGateUpLora, {.flops = 2.0 * job.rows * rank * config.hidden_size});
-    const void* rows[kMostLowRankSlots];
+    const void* rows[kMostLowRankRows];
     for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = hidden_.Row(Slots(job)[i] / top_k);
     in_place->InputLow(job, rows, hidden_.dtype,
                        args_.saved != nullptr ? args_.saved->gate_up_low + job.begin * rank : nullptr);

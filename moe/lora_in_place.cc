@@ -10,37 +10,32 @@
 namespace moesaic::moe {
 namespace {
 
-constexpr std::int64_t kLanes = 16;
+/// Numbers of so many experts lie in a cache line.
+constexpr std::int64_t kLineOfExperts = 16;
 /// Parts of a matrix's features in a sweep: as many as there are threads on most hosts, and few enough to add up.
 constexpr std::int64_t kRanges = 16;
-/// What a sweep gathers at a time stays in L2.
-constexpr std::int64_t kGatheredBytes = std::int64_t{256} << 10;
-/// Slots are the rows of the fullest expert of a group of sixteen. Each takes time for all sixteen, and packing takes it for
-/// each expert with rows: so many slots a group, on average, and an expert are the faster way.
-constexpr std::int64_t kMostMeanSlots = 16;
-constexpr double kMostSlotsOfExpert = 1.5;
+/// What a sweep holds of gradients stays in L2. (Rank 16 of 256 experts fits.)
+constexpr std::int64_t kSweepBytes = std::int64_t{320} << 10;
+/// Of an expert, on average over those that have any: with more, packing is the faster way.
+constexpr std::int64_t kMostMeanRows = 32;
 /// Of the rank-wide intermediates of a call: within LoraBudget(), for nothing is packed.
-constexpr std::int64_t kMostLaneBytes = std::int64_t{32} << 20;
+constexpr std::int64_t kMostLowBytes = std::int64_t{32} << 20;
 
-/// Of so many slots, by the sweeps of backward, which keep sums for each range: those of down, and of gate and up.
-std::int64_t LaneBytes(std::int64_t slots, std::int64_t input_rank, std::int64_t down_rank) {
-  return slots * kLanes * 4 * (input_rank + down_rank + kRanges * (down_rank + 2 * input_rank));
+/// Of so many rows, by the sweeps of backward, which keep sums for each range: those of down, and of gate and up.
+std::int64_t LowBytes(std::int64_t rows, std::int64_t input_rank, std::int64_t down_rank) {
+  return rows * 4 * (input_rank + down_rank + kRanges * (down_rank + 2 * input_rank));
 }
 
 }  // namespace
 
 bool LoraInPlace::IsFaster(std::span<const std::int64_t> rows, std::int64_t input_rank, std::int64_t down_rank) {
-  std::int64_t slots = 0, groups = 0, experts = 0;
-  for (std::size_t first = 0; first < rows.size(); first += kLanes) {
-    const auto group = rows.subspan(first, std::min<std::size_t>(kLanes, rows.size() - first));
-    const std::int64_t most = *std::max_element(group.begin(), group.end());
-    if (most > kMostLowRankSlots) return false;
-    slots += most;
-    groups += most > 0 ? 1 : 0;
-    experts += std::count_if(group.begin(), group.end(), [](std::int64_t count) { return count > 0; });
+  std::int64_t all = 0, experts = 0;
+  for (const std::int64_t count : rows) {
+    if (count > kMostLowRankRows) return false;
+    all += count;
+    experts += count > 0 ? 1 : 0;
   }
-  return slots <= kMostMeanSlots * groups && static_cast<double>(slots) <= kMostSlotsOfExpert * static_cast<double>(experts) &&
-         LaneBytes(slots, input_rank, down_rank) <= kMostLaneBytes;
+  return all <= kMostMeanRows * experts && LowBytes(all, input_rank, down_rank) <= kMostLowBytes;
 }
 
 bool LoraInPlace::Serves(const LayerConfig& config, const LoraCall& lora, std::span<const Job> jobs) {
@@ -59,41 +54,36 @@ LoraInPlace::LoraInPlace(const LayerConfig& config, LoraCall lora, std::span<con
       jobs_(jobs),
       slots_(slots),
       kernels_(ChosenKernels()),
-      job_of_expert_(static_cast<std::size_t>(config.num_experts)),
-      first_slot_(static_cast<std::size_t>(CeilDiv(config.num_experts, kLanes)) + 1) {
+      job_of_expert_(static_cast<std::size_t>(config.num_experts)) {
   for (const Job& job : jobs_) {
     job_of_expert_[static_cast<std::size_t>(job.expert)] = &job;
     rows_ += job.rows;
-    std::int64_t& most = first_slot_[static_cast<std::size_t>(job.expert / kLanes) + 1];
-    most = std::max(most, job.rows);
   }
-  for (std::size_t g = 1; g < first_slot_.size(); ++g) first_slot_[g] += first_slot_[g - 1];
   for (int i = 0; i < kNumLoraMatrices; ++i) {
     const auto m = static_cast<LoraMatrix>(i);
     Matrix& matrix = matrix_[i];
     matrix.pieces = lora_.InPlace(m);
     matrix.ranks = lora_.RankOf(m);
     matrix.features = lora_.FeaturesOf(m);
-    matrix.range = RoundUp(CeilDiv(matrix.features, kRanges), kLanes);
-    matrix.groups = std::max<std::int64_t>(1, kGatheredBytes / std::max<std::int64_t>(1, matrix.ranks * kLanes * kLanes * 4));
+    matrix.range = RoundUp(CeilDiv(matrix.features, kRanges), kPanelRows);
+    const std::int64_t line_bytes = matrix.ScratchBytes(kLineOfExperts) - matrix.ScratchBytes(0);
+    matrix.experts = kLineOfExperts * std::max<std::int64_t>(1, kSweepBytes / std::max<std::int64_t>(1, line_bytes));
   }
   inner_pitch_ = RoundUp(config.intermediate_size, kTileColumns);
 }
 
-std::int64_t LoraInPlace::BindLanes(void* memory, bool backward) {
+std::int64_t LoraInPlace::BindLow(void* memory, bool backward) {
   Carver carver(memory);
   const std::int64_t r1 = lora_.input_rank(), r2 = lora_.down_rank();
-  low_ = carver.Take<float>(Lanes(r1));
-  down_low_ = carver.Take<float>(Lanes(r2));
-  const std::int64_t must_be_zero = carver.used();
+  low_ = carver.Take<float>(rows_ * r1);
+  down_low_ = carver.Take<float>(rows_ * r2);
   if (backward) {
-    q_parts_ = carver.Take<float>(matrix_[kLoraBDownT].ranges() * Lanes(r2));
+    q_parts_ = carver.Take<float>(matrix_[kLoraBDownT].ranges() * rows_ * r2);
     for (int i = 0; i < 2; ++i) {
       const Matrix& matrix = matrix_[kLoraBGate + i];
-      p_parts_[i] = matrix.pieces.empty() ? nullptr : carver.Take<float>(matrix.ranges() * Lanes(r1));
+      p_parts_[i] = matrix.pieces.empty() ? nullptr : carver.Take<float>(matrix.ranges() * rows_ * r1);
     }
   }
-  if (memory != nullptr) std::memset(memory, 0, static_cast<std::size_t>(must_be_zero));
   return carver.used();
 }
 
@@ -101,16 +91,14 @@ std::int64_t LoraInPlace::BindForward(void* memory, std::int64_t pitch, std::int
   Carver carver(memory);
   pitch_ = pitch;
   const std::int64_t r1 = lora_.input_rank(), r2 = lora_.down_rank();
-  if (r1 > 0) added_input_ = carver.Take<float>(rows() * 2 * inner_pitch_);
+  if (r1 > 0) added_input_ = carver.Take<float>(rows_ * 2 * inner_pitch_);
   if (r2 > 0) added_ = carver.Take<BFloat16>(count * pitch);
   if (memory == nullptr) return carver.used();
-  input_rows_.resize(static_cast<std::size_t>(first_slot_.back() * kLanes));
+  input_rows_.resize(static_cast<std::size_t>(rows_));
   output_rows_.resize(input_rows_.size());
-  for (const Job& job : jobs_) {
-    for (std::int64_t i = 0; i < job.rows; ++i) {
-      if (r1 > 0) input_rows_[Place(job, i)] = added_input_ + (job.begin + i) * 2 * inner_pitch_;
-      if (r2 > 0) output_rows_[Place(job, i)] = added_ + slots_[job.begin + i] * pitch;
-    }
+  for (std::int64_t i = 0; i < rows_; ++i) {
+    if (r1 > 0) input_rows_[i] = added_input_ + i * 2 * inner_pitch_;
+    if (r2 > 0) output_rows_[i] = added_ + slots_[i] * pitch;
   }
   return carver.used();
 }
@@ -120,46 +108,41 @@ std::int64_t LoraInPlace::BindBackward(void* memory, std::int64_t pitch, std::in
   pitch_ = pitch;
   wants_p_ = d_hidden || lora_.wants(kLoraA);
   const std::int64_t r1 = lora_.input_rank(), r2 = lora_.down_rank();
-  q_ = carver.Take<float>(rows() * r2);
-  wq_ = carver.Take<float>(rows() * r2);
-  if (r1 > 0) intermediate_ = carver.Take<BFloat16>(rows() * 2 * inner_pitch_);
+  q_ = carver.Take<float>(rows_ * r2);
+  wq_ = carver.Take<float>(rows_ * r2);
+  if (r1 > 0) intermediate_ = carver.Take<BFloat16>(rows_ * 2 * inner_pitch_);
   if (r1 > 0 && d_hidden) added_ = carver.Take<BFloat16>(count * pitch);
   if (memory == nullptr) return carver.used();
-  input_rows_.resize(static_cast<std::size_t>(first_slot_.back() * kLanes));
+  input_rows_.resize(static_cast<std::size_t>(rows_));
   d_out_.resize(input_rows_.size());
-  if (r1 == 0) return carver.used();
-  for (const Job& job : jobs_) {
-    for (std::int64_t i = 0; i < job.rows; ++i) {
-      input_rows_[Place(job, i)] = intermediate_ + (job.begin + i) * 2 * inner_pitch_;
-    }
-  }
+  for (std::int64_t i = 0; i < rows_ && r1 > 0; ++i) input_rows_[i] = intermediate_ + i * 2 * inner_pitch_;
   return carver.used();
 }
 
 std::int64_t LoraInPlace::StageScratchBytes() const {
-  const std::int64_t low = kMostLowRankSlots * std::max(lora_.input_rank(), lora_.down_rank()) * 4;
-  const std::int64_t rows = kMostLowRankSlots * inner_pitch_ * 4;
-  std::int64_t gathered = 0;
-  for (const Matrix& matrix : matrix_) gathered = std::max(gathered, matrix.groups * matrix.ranks * kLanes * kLanes * 4);
-  return std::max(gathered, 2 * low + rows) + 256;
+  const std::int64_t low = kMostLowRankRows * std::max(lora_.input_rank(), lora_.down_rank()) * 4;
+  const std::int64_t rows = kMostLowRankRows * inner_pitch_ * 4;
+  std::int64_t transposed = 0;
+  for (const Matrix& matrix : matrix_) transposed = std::max(transposed, matrix.ScratchBytes(matrix.experts));
+  return std::max(transposed, low + rows) + 256;
 }
 
 std::int64_t LoraInPlace::Sweeps(LoraMatrix m) const {
   const Matrix& matrix = matrix_[m];
   if (matrix.pieces.empty()) return 0;
-  return CeilDiv(CeilDiv(config_.num_experts, kLanes), matrix.groups) * matrix.ranges();
+  return CeilDiv(config_.num_experts, matrix.experts) * matrix.ranges();
 }
 
 double LoraInPlace::SweepFlops(LoraMatrix m) const {
   const Matrix& matrix = matrix_[m];
-  return 2.0 * static_cast<double>(rows() * matrix.ranks * matrix.features) / static_cast<double>(Sweeps(m));
+  return 2.0 * static_cast<double>(rows_ * matrix.ranks * matrix.features) / static_cast<double>(Sweeps(m));
 }
 
 LoraInPlace::Sweep LoraInPlace::SweepOf(const Matrix& matrix, std::int64_t index) const {
-  const std::int64_t range = index % matrix.ranges(), group = index / matrix.ranges() * matrix.groups;
-  const std::int64_t groups = std::min(matrix.groups, CeilDiv(config_.num_experts, kLanes) - group);
+  const std::int64_t range = index % matrix.ranges(), expert = index / matrix.ranges() * matrix.experts;
   const std::int64_t feature = range * matrix.range;
-  return {group, groups, range, feature, std::min(matrix.range, matrix.features - feature)};
+  return {expert, std::min(matrix.experts, config_.num_experts - expert), range, feature,
+          std::min(matrix.range, matrix.features - feature)};
 }
 
 std::vector<LowRankPiece> LoraInPlace::PiecesOf(const Matrix& matrix, std::int64_t expert, std::int64_t first_feature) const {
@@ -178,41 +161,35 @@ std::vector<LowRankPiece> LoraInPlace::PiecesOf(const Matrix& matrix, std::int64
 void LoraInPlace::Run(const SweepCall& call) const {
   const Matrix& matrix = call.matrix;
   const Sweep sweep = SweepOf(matrix, call.index);
-  const std::vector<LowRankPiece> pieces = PiecesOf(matrix, sweep.first_group * kLanes, sweep.first_feature);
-  std::vector<LowRankGroup> groups(static_cast<std::size_t>(sweep.groups));
-  const std::int64_t lanes = matrix.ranks * kLanes;
-  for (std::int64_t g = 0; g < sweep.groups; ++g) {
-    LowRankGroup& group = groups[static_cast<std::size_t>(g)];
-    const std::int64_t index = sweep.first_group + g, slot = first_slot_[static_cast<std::size_t>(index)];
-    group.width = std::min(kLanes, config_.num_experts - index * kLanes);
-    group.slots = first_slot_[static_cast<std::size_t>(index) + 1] - slot;
-    if (call.rows != nullptr) group.rows = call.rows + slot * kLanes;
-    if (call.out != nullptr) group.out = call.out + slot * kLanes;
-    group.low = call.low + slot * lanes;
-    if (call.sums == nullptr) continue;
-    group.sums = call.sums + sweep.range * Lanes(matrix.ranks) + slot * lanes;
-    std::fill(group.sums, group.sums + group.slots * lanes, 0.0f);
+  const std::vector<LowRankPiece> pieces = PiecesOf(matrix, sweep.first_expert, sweep.first_feature);
+  std::vector<LowRankRows> experts(static_cast<std::size_t>(sweep.experts));
+  for (std::int64_t x = 0; x < sweep.experts; ++x) {
+    const Job* job = job_of_expert_[static_cast<std::size_t>(sweep.first_expert + x)];
+    if (job == nullptr) continue;
+    LowRankRows& expert = experts[static_cast<std::size_t>(x)];
+    expert.count = job->rows;
+    if (call.rows != nullptr) expert.rows = call.rows + job->begin;
+    if (call.out != nullptr) expert.out = call.out + job->begin;
+    expert.low = call.low + job->begin * matrix.ranks;
+    if (call.parts == nullptr) continue;
+    expert.sums = call.parts + (sweep.range * rows_ + job->begin) * matrix.ranks;
+    std::fill(expert.sums, expert.sums + job->rows * matrix.ranks, 0.0f);
   }
   AcrossExpertsArgs args;
   args.pieces = pieces;
-  args.groups = groups;
+  args.experts = experts;
   args.ranks = matrix.ranks;
   args.first_feature = call.offset + sweep.first_feature;
   args.features = sweep.features;
   args.dtype = call.dtype;
-  args.scratch = static_cast<float*>(ThreadScratch(sweep.groups * lanes * kLanes * 4));
+  args.scratch = static_cast<float*>(ThreadScratch(matrix.ScratchBytes(matrix.experts)));
   (call.use == Use::kExpand ? kernels_.expand_across_experts : kernels_.contract_across_experts)(args);
 }
 
-void LoraInPlace::KeepLow(const Job& job, float* sums, std::int64_t ranks, const float* scale, float* lanes,
-                          BFloat16* saved) const {
-  for (std::int64_t i = 0; i < job.rows; ++i) {
-    float* to = lanes + LanesAt(job, i, ranks);
-    for (std::int64_t k = 0; k < ranks; ++k) {
-      const float value = sums[i * ranks + k] * scale[k];
-      to[k * kLanes] = value;
-      if (saved != nullptr) saved[i * ranks + k] = ToBFloat16(value);
-    }
+void LoraInPlace::Scale(const Job& job, std::int64_t ranks, const float* scale, float* sums, BFloat16* saved) {
+  for (std::int64_t i = 0; i < job.rows; ++i, sums += ranks) {
+    for (std::int64_t k = 0; k < ranks; ++k) sums[k] *= scale[k];
+    for (std::int64_t k = 0; k < ranks && saved != nullptr; ++k) saved[i * ranks + k] = ToBFloat16(sums[k]);
   }
 }
 
@@ -223,12 +200,10 @@ void LoraInPlace::InputLow(const Job& job, const void* const* rows, DType dtype,
   args.pieces = pieces;
   args.ranks = matrix.ranks;
   args.features = matrix.features;
-  args.count = job.rows;
-  args.rows = rows;
+  args.expert = {.count = job.rows, .rows = rows, .sums = low_ + job.begin * matrix.ranks};
   args.dtype = dtype;
-  args.sums = static_cast<float*>(ThreadScratch(job.rows * matrix.ranks * 4));
   kernels_.contract_along_features(args);
-  KeepLow(job, args.sums, matrix.ranks, lora_.input_scale(), low_, saved);
+  Scale(job, matrix.ranks, lora_.input_scale(), args.expert.sums, saved);
 }
 
 void LoraInPlace::ExpandGateUp(LoraMatrix m, std::int64_t sweep) {
@@ -238,10 +213,10 @@ void LoraInPlace::ExpandGateUp(LoraMatrix m, std::int64_t sweep) {
 
 void LoraInPlace::FillSums(const Job& job, const float* const* rows, std::int64_t features, float* sums,
                            std::int64_t ld) const {
-  for (std::int64_t t = 0; t < job.rows; t += kLanes) {
-    const float* panel[kLanes] = {};
-    for (std::int64_t f = 0; f < features; f += kLanes) {
-      for (std::int64_t i = 0; i < std::min(kLanes, job.rows - t); ++i) panel[i] = rows[t + i] + f;
+  for (std::int64_t t = 0; t < job.rows; t += kPanelRows) {
+    const float* panel[kPanelRows] = {};
+    for (std::int64_t f = 0; f < features; f += kPanelRows) {
+      for (std::int64_t i = 0; i < std::min(kPanelRows, job.rows - t); ++i) panel[i] = rows[t + i] + f;
       kernels_.transpose(panel, sums + f * ld + t, ld);
     }
   }
@@ -250,7 +225,7 @@ void LoraInPlace::FillSums(const Job& job, const float* const* rows, std::int64_
 bool LoraInPlace::StartGateUp(LoraMatrix m, const Job& job, std::int64_t first_feature, std::int64_t features, float* sums,
                               std::int64_t ld) const {
   if (matrix_[m].pieces.empty()) return false;
-  const float* rows[kMostLowRankSlots];
+  const float* rows[kMostLowRankRows];
   for (std::int64_t i = 0; i < job.rows; ++i) {
     rows[i] = added_input_ + ((job.begin + i) * 2 + (m == kLoraBUp ? 1 : 0)) * inner_pitch_ + first_feature;
   }
@@ -277,21 +252,18 @@ void LoraInPlace::DownLow(const Job& job, const TileMatrix& z, BFloat16* saved) 
   const Matrix& matrix = matrix_[kLoraADownT];
   if (matrix.pieces.empty()) return;
   const std::vector<LowRankPiece> pieces = PiecesOf(matrix, job.expert, 0);
-  Carver carver(ThreadScratch(job.rows * (matrix.ranks * 4 + inner_pitch_ * 2) + 128));
-  AlongFeaturesArgs args;
-  args.sums = carver.Take<float>(job.rows * matrix.ranks);
-  auto* copy = carver.Take<BFloat16>(job.rows * inner_pitch_);
+  auto* copy = static_cast<BFloat16*>(ThreadScratch(job.rows * inner_pitch_ * 2));
   CopyRows(z, job.rows, 0, inner_pitch_, copy, inner_pitch_);
-  const void* rows[kMostLowRankSlots];
+  const void* rows[kMostLowRankRows];
   for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = copy + i * inner_pitch_;
+  AlongFeaturesArgs args;
   args.pieces = pieces;
   args.ranks = matrix.ranks;
   args.features = matrix.features;
-  args.count = job.rows;
-  args.rows = rows;
+  args.expert = {.count = job.rows, .rows = rows, .sums = down_low_ + job.begin * matrix.ranks};
   args.dtype = DType::kBFloat16;
   kernels_.contract_along_features(args);
-  KeepLow(job, args.sums, matrix.ranks, lora_.down_scale(), down_low_, saved);
+  Scale(job, matrix.ranks, lora_.down_scale(), args.expert.sums, saved);
 }
 
 void LoraInPlace::ExpandDown(std::int64_t sweep) {
@@ -300,11 +272,10 @@ void LoraInPlace::ExpandDown(std::int64_t sweep) {
 
 void LoraInPlace::LoadLow(const Job& job, const BFloat16* saved_input, const BFloat16* saved_down, const float* weights) {
   const std::int64_t r1 = lora_.input_rank(), r2 = lora_.down_rank();
+  float *low = low_ + job.begin * r1, *down_low = down_low_ + job.begin * r2;
   for (std::int64_t i = 0; i < job.rows; ++i) {
-    float* low = low_ + LanesAt(job, i, r1);
-    for (std::int64_t k = 0; k < r1; ++k) low[k * kLanes] = ToFloat(saved_input[i * r1 + k]);
-    low = down_low_ + LanesAt(job, i, r2);
-    for (std::int64_t k = 0; k < r2; ++k) low[k * kLanes] = weights[i] * ToFloat(saved_down[i * r2 + k]);
+    for (std::int64_t k = 0; k < r1; ++k) low[i * r1 + k] = ToFloat(saved_input[i * r1 + k]);
+    for (std::int64_t k = 0; k < r2; ++k) down_low[i * r2 + k] = weights[i] * ToFloat(saved_down[i * r2 + k]);
   }
 }
 
@@ -314,10 +285,10 @@ void LoraInPlace::ContractDown(std::int64_t sweep, DType dtype) {
 
 void LoraInPlace::AddUp(const Job& job, const Matrix& matrix, const float* parts, const float* scale, float* sums) const {
   const std::int64_t ranks = matrix.ranks;
-  for (std::int64_t i = 0; i < job.rows; ++i) {
-    const float* part = parts + LanesAt(job, i, ranks);
-    for (std::int64_t range = 0; range < matrix.ranges(); ++range, part += Lanes(ranks)) {
-      for (std::int64_t k = 0; k < ranks; ++k) sums[i * ranks + k] += part[k * kLanes] * scale[k];
+  for (std::int64_t range = 0; range < matrix.ranges(); ++range) {
+    const float* part = parts + (range * rows_ + job.begin) * ranks;
+    for (std::int64_t i = 0; i < job.rows; ++i) {
+      for (std::int64_t k = 0; k < ranks; ++k) sums[i * ranks + k] += part[i * ranks + k] * scale[k];
     }
   }
 }
@@ -338,8 +309,8 @@ bool LoraInPlace::StartDown(const Job& job, std::int64_t first_feature, std::int
   const Matrix& matrix = matrix_[kLoraADownT];
   if (matrix.pieces.empty()) return false;
   const std::int64_t pitch = RoundUp(features, kTileColumns);
-  void* out[kMostLowRankSlots];
-  const float* rows[kMostLowRankSlots];
+  void* out[kMostLowRankRows];
+  const float* rows[kMostLowRankRows];
   for (std::int64_t i = 0; i < job.rows; ++i) {
     float* row = static_cast<float*>(scratch) + i * pitch;
     out[i] = row;
@@ -350,9 +321,7 @@ bool LoraInPlace::StartDown(const Job& job, std::int64_t first_feature, std::int
   args.pieces = pieces;
   args.ranks = matrix.ranks;
   args.features = std::min(features, matrix.features - first_feature);
-  args.count = job.rows;
-  args.out = out;
-  args.low = q_ + job.begin * matrix.ranks;
+  args.expert = {.count = job.rows, .out = out, .low = q_ + job.begin * matrix.ranks};
   kernels_.expand_along_features(args);
   FillSums(job, rows, features, sums, ld);
   return true;
@@ -370,17 +339,15 @@ void LoraInPlace::KeepIntermediate(const Job& job, std::int64_t first_feature, s
   const std::int64_t pitch = RoundUp(features, kTileColumns);
   auto* copy = static_cast<BFloat16*>(scratch);
   CopyRows(z, job.rows, first_feature, features, copy, pitch);
-  const void* rows[kMostLowRankSlots];
+  const void* rows[kMostLowRankRows];
   for (std::int64_t i = 0; i < job.rows; ++i) rows[i] = copy + i * pitch;
   const std::vector<LowRankPiece> pieces = PiecesOf(matrix, job.expert, first_feature);
   AlongFeaturesArgs args;
   args.pieces = pieces;
   args.ranks = matrix.ranks;
   args.features = std::min(features, matrix.features - first_feature);
-  args.count = job.rows;
-  args.rows = rows;
+  args.expert = {.count = job.rows, .rows = rows, .low = wq_ + job.begin * matrix.ranks};
   args.dtype = DType::kBFloat16;
-  args.low = wq_ + job.begin * matrix.ranks;
   kernels_.outer_along_features(args);
 }
 
@@ -414,16 +381,14 @@ void LoraInPlace::InputGradients(std::int64_t expert, const void* const* rows, D
   args.pieces = pieces;
   args.ranks = matrix.ranks;
   args.features = matrix.features;
-  args.count = job->rows;
-  args.low = p;
+  args.expert = {.count = job->rows, .rows = rows, .low = p};
   if (added_ != nullptr) {
-    void* out[kMostLowRankSlots];
+    void* out[kMostLowRankRows];
     for (std::int64_t i = 0; i < job->rows; ++i) out[i] = added_ + slots_[job->begin + i] * pitch_;
-    args.out = out;
+    args.expert.out = out;
     args.dtype = DType::kBFloat16;
     kernels_.expand_along_features(args);
   }
-  args.rows = rows;
   args.dtype = dtype;
   kernels_.outer_along_features(args);
 }

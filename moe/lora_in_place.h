@@ -43,7 +43,7 @@ class LoraInPlace {
   /// null: only counts. Returns the bytes, of the former at most 32 MiB.
   /// @param pitch  elements between rows of H, as in workspace->rows
   /// @param count  rows of those: T * k
-  std::int64_t BindLanes(void* memory, bool backward);
+  std::int64_t BindLow(void* memory, bool backward);
   std::int64_t BindForward(void* memory, std::int64_t pitch, std::int64_t count);
   std::int64_t BindBackward(void* memory, std::int64_t pitch, std::int64_t count, bool d_hidden);
   /// Bytes of ThreadScratch that no function here asks more of.
@@ -71,7 +71,7 @@ class LoraInPlace {
   /// L and w V as forward saved them, bf16 [rows][rank]. @param weights  w of each row of the job
   void LoadLow(const Job& job, const BFloat16* saved_input, const BFloat16* saved_down, const float* weights);
   /// Where the sweep of B_d finds a row of dO.
-  void SetOutputRow(const Job& job, std::int64_t i, const void* row) { d_out_[Place(job, i)] = row; }
+  void SetOutputRow(const Job& job, std::int64_t i, const void* row) { d_out_[static_cast<std::size_t>(job.begin + i)] = row; }
   void ContractDown(std::int64_t sweep, DType dtype);
   /// Q = s D B_d of a job, and w Q.
   void DownGradientLow(const Job& job, const float* weights);
@@ -93,31 +93,25 @@ class LoraInPlace {
   const BFloat16* AddedRow(std::int64_t slot) const { return added_ != nullptr ? added_ + slot * pitch_ : nullptr; }
 
  private:
-  /// A sixteenth of a matrix's features, for some groups of experts.
+  /// A sixteenth of a matrix's features, for some experts.
   struct Sweep {
-    std::int64_t first_group, groups, range, first_feature, features;
+    std::int64_t first_expert, experts, range, first_feature, features;
   };
   struct Matrix {
     std::vector<LoraCall::PieceInPlace> pieces;
     std::int64_t ranks = 0, features = 0;
-    std::int64_t range = 16;  ///< features of a sweep
-    std::int64_t groups = 1;  ///< of experts, whose gathered features fit L2
+    std::int64_t range = 16;    ///< features of a sweep
+    std::int64_t experts = 16;  ///< of a sweep: what it transposes fits L2
     std::int64_t ranges() const { return CeilDiv(features, range); }
+    std::int64_t ScratchBytes(std::int64_t of_experts) const {
+      return AcrossExpertsScratch(of_experts, ranks, static_cast<std::int64_t>(pieces.size())) * 4;
+    }
   };
 
-  std::int64_t rows() const { return rows_; }
   Sweep SweepOf(const Matrix& matrix, std::int64_t index) const;
-  std::int64_t Lanes(std::int64_t ranks) const { return first_slot_.back() * ranks * 16; }
-  /// A job's row among all slots' sixteen lanes, and where its rank-wide intermediate begins: ranks are 16 floats apart.
-  std::int64_t Place(const Job& job, std::int64_t i) const {
-    return (first_slot_[static_cast<std::size_t>(job.expert / 16)] + i) * 16 + job.expert % 16;
-  }
-  std::int64_t LanesAt(const Job& job, std::int64_t i, std::int64_t ranks) const {
-    return (first_slot_[static_cast<std::size_t>(job.expert / 16)] + i) * ranks * 16 + job.expert % 16;
-  }
   std::vector<LowRankPiece> PiecesOf(const Matrix& matrix, std::int64_t expert, std::int64_t first_feature) const;
-  /// Scales a job's sums [rows][ranks] and puts them into the lanes.
-  void KeepLow(const Job& job, float* sums, std::int64_t ranks, const float* scale, float* lanes, BFloat16* saved) const;
+  /// Scales a job's sums [rows][ranks], also as bf16 to `saved`, if there is one.
+  static void Scale(const Job& job, std::int64_t ranks, const float* scale, float* sums, BFloat16* saved);
   /// The sums over all ranges, scaled: [rows][ranks].
   void AddUp(const Job& job, const Matrix& matrix, const float* parts, const float* scale, float* sums) const;
   enum class Use { kExpand, kContract };
@@ -128,7 +122,7 @@ class LoraInPlace {
     std::int64_t offset;  ///< of the first feature in a row
     DType dtype;
     const float* low;
-    float* sums;  ///< of all ranges; null: not wanted
+    float* parts;  ///< sums of all ranges; null: not wanted
     const void* const* rows;
     void* const* out;
   };
@@ -141,24 +135,24 @@ class LoraInPlace {
   const std::int32_t* slots_;
   const KernelTier& kernels_;
   std::vector<const Job*> job_of_expert_;
-  std::vector<std::int64_t> first_slot_;  ///< of each group, and the number of all
   std::array<Matrix, kNumLoraMatrices> matrix_;
   std::int64_t rows_ = 0;  ///< of all jobs
   std::int64_t pitch_ = 0;
   std::int64_t inner_pitch_ = 0;  ///< I rounded up to a tile
   bool wants_p_ = false;          ///< P, for dX or dA
 
-  float* low_ = nullptr;                         ///< lanes [slots][R1][16]: L
-  float* down_low_ = nullptr;                    ///< the same with R2: V; in backward w V
-  float* q_parts_ = nullptr;                     ///< [ranges] of such: D B_d
+  // Rows are those of the routing: a job's first is its `begin`.
+  float* low_ = nullptr;                         ///< [rows][R1]: L
+  float* down_low_ = nullptr;                    ///< [rows][R2]: V; in backward w V
+  float* q_parts_ = nullptr;                     ///< [ranges][rows][R2]: D B_d
   float* q_ = nullptr;                           ///< [rows][R2]: Q
   float* wq_ = nullptr;                          ///< the same: w Q
-  std::array<float*, 2> p_parts_{};              ///< [ranges] of lanes with R1, of gate and up: dG B_g, dU B_u
+  std::array<float*, 2> p_parts_{};              ///< [ranges][rows][R1], of gate and up: dG B_g, dU B_u
   float* added_input_ = nullptr;                 ///< [rows][gate, up][inner_pitch_] fp32: L B
   BFloat16* intermediate_ = nullptr;             ///< the same in bf16: dG, dU
   BFloat16* added_ = nullptr;                    ///< [T * k][pitch_]
-  std::vector<void*> input_rows_, output_rows_;  ///< [slots][16]: of added_input_ or intermediate_, and of added_
-  std::vector<const void*> d_out_;               ///< [slots][16]
+  std::vector<void*> input_rows_, output_rows_;  ///< [rows]: of added_input_ or intermediate_, and of added_
+  std::vector<const void*> d_out_;               ///< [rows]
 };
 
 }  // namespace moesaic::moe

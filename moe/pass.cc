@@ -122,7 +122,7 @@ void Pass::Allocate(std::int64_t job_bytes) {
   query.intermediate = LargestShard(shards);
   query.threads = threads;
   query.matrix_unit = kernels.unpack_overlaps;
-  const std::int64_t lora_bytes = in_place ? BindLanes() : lora.any() ? BindLora() : 0;
+  const std::int64_t lora_bytes = in_place ? BindLow() : lora.any() ? BindLora() : 0;
   const std::int64_t thread_bytes = threads * StageScratchBytes();
   const std::int64_t rest = ScratchBudget(threads) - kRounding - lora_bytes - thread_bytes;
   job_bytes_ = RoundUp(std::max<std::int64_t>(job_bytes, 1), 64);
@@ -151,11 +151,11 @@ std::int64_t Pass::StageScratchBytes() const {
   return unpacked + std::max({8 * rank * most_rows, steps, sums, gradient}) + 256;
 }
 
-std::int64_t Pass::BindLanes() {
+std::int64_t Pass::BindLow() {
   const bool backward = direction_ == Phase::kBackward;
-  const std::int64_t bytes = in_place->BindLanes(nullptr, backward);
+  const std::int64_t bytes = in_place->BindLow(nullptr, backward);
   Workspace::Fit(workspace->lora, bytes, LoraBudget(threads));
-  return in_place->BindLanes(workspace->lora.data(), backward);
+  return in_place->BindLow(workspace->lora.data(), backward);
 }
 
 /// Experts with rows take consecutive places in the ring; a group's places are freed when its gradients are written.

@@ -203,7 +203,7 @@ class Pass {
  private:
   /// Gives experts their places in the ring of adapters, or adapters in place their intermediates; returns the bytes.
   std::int64_t BindLora();
-  std::int64_t BindLanes();
+  std::int64_t BindLow();
   /// No stage asks more of ThreadScratch.
   std::int64_t StageScratchBytes() const;
   /// Experts whose adapters are packed together; all of them where there are none.

@@ -1,8 +1,8 @@
-// Products of a low rank with an adapter's parameters as they lie in memory, for few rows: nothing is packed, each line of a
-// parameter is read once, and its neighbours at the same time (kernels.h has the contracts).
+// Products of a low rank with an adapter's parameters as they lie in memory, for few rows: nothing is packed, and each line of
+// a parameter is read once (kernels.h has the contracts).
 //
-// Vectors run along whatever lies side by side: sixteen experts, one of whose rows each vector then holds an element of, or
-// sixteen features of one expert.
+// Where features lie side by side, vectors run along them. Where experts do, 16 x 16 numbers at a time are transposed, so that
+// vectors run along the features or the ranks of one expert, and no work is done for rows that it has not.
 #pragma once
 
 #include "cpu_kernels/kernels.h"
@@ -12,303 +12,476 @@ namespace {
 
 using namespace moesaic;
 
-/// Operands are bf16, as in the products of tiles.
-MOESAIC_INLINE F32x16 Rounded(F32x16 v) { return Widen(NarrowToBf16(v)); }
+/// Rows, or ranks, of two vectors each whose sums stay in registers; and rows of four ranks each.
+inline constexpr int kTallTile = kNativeLanes == 16 ? 8 : 4;
+inline constexpr int kSquareTile = kNativeLanes == 16 ? 4 : 2;
+/// Features of two vectors.
+inline constexpr std::int64_t kPairOfVectors = 2 * kNativeLanes;
 
-/// Sixteen elements of a row, or the n < 16 that are left of it and zeros.
-MOESAIC_INLINE F32x16 LoadElements(const void* row, DType dtype, std::int64_t first, std::int64_t n) {
-  if (dtype == DType::kFloat32) {
-    const float* from = static_cast<const float*>(row) + first;
-    return Rounded(n < 16 ? LoadF32Part(from, n) : LoadF32(from));
-  }
-  const BFloat16* from = static_cast<const BFloat16*>(row) + first;
-  return n < 16 ? LoadBf16Part(from, n) : LoadBf16(from);
+MOESAIC_INLINE NativeF32 Load(const float* p) {
+  NativeF32 v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
 }
-
-MOESAIC_INLINE void StoreElements(void* row, DType dtype, std::int64_t first, std::int64_t n, F32x16 v) {
-  if (dtype == DType::kFloat32) {
-    float* to = static_cast<float*>(row) + first;
-    return n < 16 ? StoreF32Part(to, v, n) : StoreF32(to, v);
-  }
-  BFloat16* to = static_cast<BFloat16*>(row) + first;
-  n < 16 ? StoreBf16Part(to, v, n) : StoreBf16(to, v);
+MOESAIC_INLINE NativeF32 Load(const BFloat16* p) {
+  NativeU16 bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  const NativeU32 wide = __builtin_convertvector(bits, NativeU32) << 16;
+  NativeF32 v;
+  std::memcpy(&v, &wide, sizeof(v));
+  return v;
 }
-
-MOESAIC_INLINE F32x16 LoadParameters(const float* p, std::int64_t n) {
-  return Rounded(n < 16 ? LoadF32Part(p, n) : LoadF32(p));
+MOESAIC_INLINE void Store(float* p, NativeF32 v) { std::memcpy(p, &v, sizeof(v)); }
+MOESAIC_INLINE void Store(BFloat16* p, NativeF32 v) {
+#if defined(__AVX512F__)
+  StoreBf16(p, v);
+#else
+  float values[kNativeLanes];
+  Store(values, v);
+  const auto narrow = __builtin_convertvector(RoundToHigh(values) >> 16, NativeU16);
+  std::memcpy(p, &narrow, sizeof(narrow));
+#endif
 }
-
-MOESAIC_INLINE void StreamLanes(float* p, std::int64_t n, F32x16 v) {
-  if (n < 16) return StoreF32Part(p, v, n);
+MOESAIC_INLINE void Stream(float* p, NativeF32 v) {
+#if defined(__AVX512F__)
   StreamF32(p, v);
+#elif defined(__AVX2__)
+  if (reinterpret_cast<std::uintptr_t>(p) % 32 == 0) return _mm256_stream_ps(p, (__m256)v);
+  Store(p, v);
+#else
+  Store(p, v);
+#endif
 }
 
-/// Sixteen features of sixteen experts: [feature][expert], or the other way around.
-using LanesBlock = float[16][16];
+#if defined(__AVX512F__)
+MOESAIC_INLINE std::int64_t LanesOf(std::int64_t n) { return n < 0 ? 0 : n < kNativeLanes ? n : kNativeLanes; }
+#endif
 
-MOESAIC_INLINE void TransposeBlock(LanesBlock& block) {
-  auto* dwords = reinterpret_cast<BFloat16*>(&block[0][0]);
-  Transpose16x16(dwords, dwords);
-}
-
-/// Sixteen features of all ranks and experts of a call, read in the order of memory and laid out as [group][rank][feature][16],
-/// with zeros for features that there are none of: where they lie, a group's lines are a power of two apart and share a few
-/// sets of L1. (Prefetches of the next features beside this changed nothing.)
-inline void GatherFeatures(const AcrossExpertsArgs& args, std::int64_t first, std::int64_t n) {
-  const auto groups = static_cast<std::int64_t>(args.groups.size());
-  const std::int64_t pitch = args.ranks * 256;
-  for (const LowRankPiece& piece : args.pieces) {
-    for (std::int64_t f = 0; f < 16; ++f) {
-      const float* at = piece.parameter + (first + f) * piece.feature_stride;
-      float* to = args.scratch + piece.first_rank * 256 + f * 16;
-      for (std::int64_t j = 0; j < piece.ranks; ++j, at += piece.rank_stride, to += 256) {
-        for (std::int64_t g = 0; g < groups; ++g) {
-          if (args.groups[g].slots == 0) continue;
-          const std::int64_t width = f < n ? args.groups[g].width : 0;
-          StoreF32(to + g * pitch, LoadParameters(at + 16 * g, width));
-        }
-      }
-    }
+/// Of n numbers those that a vector holds, and zeros; at the edges (kPart) fewer than it could.
+template <bool kPart, typename T>
+MOESAIC_INLINE NativeF32 Load(const T* p, std::int64_t n) {
+  if constexpr (!kPart) return Load(p);
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>) {
+    return LoadF32Part(p, LanesOf(n));
+  } else {
+    return LoadBf16Part(p, LanesOf(n));
   }
-}
-
-/// block[f] = sum over the ranks of all pieces of low[rank] * gathered[rank][f]
-MOESAIC_INLINE void ExpandBlock(std::span<const LowRankPiece> pieces, const float* gathered, const float* low,
-                                LanesBlock& block) {
-  F32x16 sum[16] = {};
-  for (const LowRankPiece& piece : pieces) {
-    for (std::int64_t j = piece.first_rank; j < piece.first_rank + piece.ranks; ++j) {
-      const F32x16 factor = LoadF32(low + j * 16);
-#pragma GCC unroll 16
-      for (int f = 0; f < 16; ++f) sum[f] += factor * LoadF32(gathered + j * 256 + f * 16);
-    }
+#else
+  if (n >= kNativeLanes) return Load(p);
+  T part[kNativeLanes] = {};
+  for (int i = 0; i < kNativeLanes; ++i) {
+    if (i < n) part[i] = p[i];
   }
-#pragma GCC unroll 16
-  for (int f = 0; f < 16; ++f) StoreF32(block[f], sum[f]);
+  return Load(part);
+#endif
 }
-
-inline void ExpandAcrossExperts(const AcrossExpertsArgs& args) {
-  const auto groups = static_cast<std::int64_t>(args.groups.size());
-  for (std::int64_t f = 0; f < args.features; f += 16) {
-    const std::int64_t n = args.features - f < 16 ? args.features - f : 16;
-    GatherFeatures(args, f, n);
-    for (std::int64_t g = 0; g < groups; ++g) {
-      const LowRankGroup& group = args.groups[g];
-      for (std::int64_t slot = 0; slot < group.slots; ++slot) {
-        alignas(64) LanesBlock block;
-        ExpandBlock(args.pieces, args.scratch + g * 256 * args.ranks, group.low + slot * args.ranks * 16, block);
-        TransposeBlock(block);
-        for (std::int64_t x = 0; x < group.width; ++x) {
-          void* row = group.out[slot * 16 + x];
-          if (row != nullptr) StoreElements(row, args.dtype, args.first_feature + f, n, LoadF32(block[x]));
-        }
-      }
-    }
+template <bool kPart, typename T>
+MOESAIC_INLINE void Store(T* p, std::int64_t n, NativeF32 v) {
+  if constexpr (!kPart) return Store(p, v);
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>) {
+    StoreF32Part(p, v, LanesOf(n));
+  } else {
+    StoreBf16Part(p, v, LanesOf(n));
   }
-}
-
-/// sums[rank] += sum over f of block[f] * gathered[rank][f], for the ranks of all pieces
-MOESAIC_INLINE void ContractBlock(std::span<const LowRankPiece> pieces, const float* gathered, const LanesBlock& block,
-                                  float* sums) {
-  F32x16 value[16];
-#pragma GCC unroll 16
-  for (int f = 0; f < 16; ++f) value[f] = LoadF32(block[f]);
-  for (const LowRankPiece& piece : pieces) {
-    for (std::int64_t j = piece.first_rank; j < piece.first_rank + piece.ranks; ++j) {
-      const float* at = gathered + j * 256;
-      F32x16 even = LoadF32(sums + j * 16), odd = {};
-#pragma GCC unroll 8
-      for (int f = 0; f < 16; f += 2) {
-        even += value[f] * LoadF32(at + f * 16);
-        odd += value[f + 1] * LoadF32(at + (f + 1) * 16);
-      }
-      StoreF32(sums + j * 16, even + odd);
-    }
+#else
+  if (n >= kNativeLanes) return Store(p, v);
+  T part[kNativeLanes];
+  Store(part, v);
+  for (int i = 0; i < kNativeLanes; ++i) {
+    if (i < n) p[i] = part[i];
   }
+#endif
 }
 
-/// gradient[f][rank] = sum over slots of blocks[slot][f] * low[slot][rank]
-MOESAIC_INLINE void OuterBlock(const LowRankPiece& piece, float* gradient, const LanesBlock* blocks, const float* low,
-                               std::int64_t low_pitch, const LowRankGroup& group, std::int64_t n) {
-  for (std::int64_t j = 0; j < piece.ranks; ++j, gradient += piece.gradient_rank_stride) {
-    F32x16 sum[16] = {};
-    const float* factor = low + j * 16;
-    for (std::int64_t slot = 0; slot < group.slots; ++slot, factor += low_pitch) {
-      const F32x16 scale = LoadF32(factor);
-#pragma GCC unroll 16
-      for (int f = 0; f < 16; ++f) sum[f] += scale * LoadF32(blocks[slot][f]);
-    }
-#pragma GCC unroll 16
-    for (int f = 0; f < 16; ++f) {
-      if (f < n) StreamLanes(gradient + f * piece.gradient_feature_stride, group.width, sum[f]);
-    }
-  }
+/// f.operator()<n>(first) for n = kMost at a time, then for half of that, and so on, until [first, count) is covered.
+template <int kMost, typename Function>
+MOESAIC_INLINE void InRuns(std::int64_t count, Function f, std::int64_t first = 0) {
+  for (; first + kMost <= count; first += kMost) f.template operator()<kMost>(first);
+  if constexpr (kMost > 1) InRuns<kMost / 2>(count, f, first);
 }
 
-inline bool AnySums(const AcrossExpertsArgs& args) {
-  for (const LowRankGroup& group : args.groups) {
-    if (group.sums != nullptr) return true;
-  }
-  return false;
+/// f.operator()<part>(first, n) for two vectors of features at a time; part: fewer are left, n.
+template <typename Function>
+MOESAIC_INLINE void InPairsOfVectors(std::int64_t features, Function f) {
+  std::int64_t first = 0;
+  for (; first + kPairOfVectors <= features; first += kPairOfVectors) f.template operator()<false>(first, kPairOfVectors);
+  if (first < features) f.template operator()<true>(first, features - first);
 }
 
-inline void ContractAcrossExperts(const AcrossExpertsArgs& args) {
-  alignas(64) LanesBlock blocks[kMostLowRankSlots];
-  const auto groups = static_cast<std::int64_t>(args.groups.size());
-  const std::int64_t pitch = args.ranks * 16;
-  const bool sums = AnySums(args);
-  for (std::int64_t f = 0; f < args.features; f += 16) {
-    const std::int64_t n = args.features - f < 16 ? args.features - f : 16;
-    if (sums) GatherFeatures(args, f, n);
-    for (std::int64_t g = 0; g < groups; ++g) {
-      const LowRankGroup& group = args.groups[g];
-      for (std::int64_t slot = 0; slot < group.slots; ++slot) {
-        for (std::int64_t x = 0; x < 16; ++x) {
-          const void* row = x < group.width ? group.rows[slot * 16 + x] : nullptr;
-          StoreF32(blocks[slot][x], row != nullptr ? LoadElements(row, args.dtype, args.first_feature + f, n) : F32x16{});
-        }
-        TransposeBlock(blocks[slot]);
-        if (group.sums == nullptr) continue;
-        ContractBlock(args.pieces, args.scratch + g * 16 * pitch, blocks[slot], group.sums + slot * pitch);
-      }
-      for (const LowRankPiece& piece : args.pieces) {
-        if (piece.gradient == nullptr) continue;
-        OuterBlock(piece, piece.gradient + 16 * g + f * piece.gradient_feature_stride, blocks,
-                   group.low + piece.first_rank * 16, pitch, group, n);
-      }
-    }
-  }
-  StreamFence();
-}
-
-/// Rows and ranks of a product that stay in registers.
-inline constexpr int kLowRankTile = 4;
-
-/// low[row][rank] = sum over f of rows[row][f] * parameter[rank][f], in sixteen parts.
-template <int kRows, int kRanks>
-inline void ContractFeatures(const AlongFeaturesArgs& args, const LowRankPiece& piece, std::int64_t row, std::int64_t rank) {
-  F32x16 sum[kRows][kRanks] = {};
-  const float* parameter = piece.parameter + rank * piece.rank_stride;
-  for (std::int64_t f = 0; f < args.features; f += 16) {
-    const std::int64_t n = args.features - f < 16 ? args.features - f : 16;
-    F32x16 factor[kRanks];
+MOESAIC_INLINE float Total(NativeF32 v) {
+  float parts[kNativeLanes];
+  Store(parts, v);
 #pragma GCC unroll 4
-    for (int j = 0; j < kRanks; ++j) factor[j] = LoadParameters(parameter + j * piece.rank_stride + f, n);
+  for (int half = kNativeLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+  }
+  return parts[0];
+}
+
+/// sums[row][rank] = sum over f of rows[row][f] * P(rank, f)
+template <typename T, int kRows, int kRanks>
+inline void ContractTile(const AlongFeaturesArgs& args, const LowRankPiece& piece, std::int64_t row, std::int64_t rank) {
+  NativeF32 sum[kRows][kRanks] = {};
+  const float* parameter = piece.parameter + rank * piece.rank_stride;
+  const T* rows[kRows];
+  for (int i = 0; i < kRows; ++i) rows[i] = static_cast<const T*>(args.expert.rows[row + i]);
+  const auto add = [&]<bool kPart>(std::int64_t f, std::int64_t n) MOESAIC_INLINE_LAMBDA {
+    NativeF32 factor[kRanks];
+#pragma GCC unroll 4
+    for (int j = 0; j < kRanks; ++j) factor[j] = Load<kPart>(parameter + j * piece.rank_stride + f, n);
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) {
-      const F32x16 value = LoadElements(args.rows[row + i], args.dtype, f, n);
+      const NativeF32 value = Load<kPart>(rows[i] + f, n);
 #pragma GCC unroll 4
       for (int j = 0; j < kRanks; ++j) sum[i][j] += value * factor[j];
     }
-  }
+  };
+  std::int64_t f = 0;
+  for (; f + kNativeLanes <= args.features; f += kNativeLanes) add.template operator()<false>(f, kNativeLanes);
+  if (f < args.features) add.template operator()<true>(f, args.features - f);
   for (int i = 0; i < kRows; ++i) {
     for (int j = 0; j < kRanks; ++j) {
-      float parts[16], total = 0.0f;
-      StoreF32(parts, sum[i][j]);
-      for (float part : parts) total += part;
-      args.sums[(row + i) * args.ranks + piece.first_rank + rank + j] = total;
+      args.expert.sums[(row + i) * args.ranks + piece.first_rank + rank + j] = Total(sum[i][j]);
     }
+  }
+}
+
+template <typename T>
+inline void ContractAlong(const AlongFeaturesArgs& args) {
+  for (const LowRankPiece& piece : args.pieces) {
+    InRuns<4>(piece.ranks, [&]<int kRanks>(std::int64_t rank) {
+      InRuns<kSquareTile>(args.expert.count,
+                          [&]<int kRows>(std::int64_t row) { ContractTile<T, kRows, kRanks>(args, piece, row, rank); });
+    });
   }
 }
 
 inline void ContractAlongFeatures(const AlongFeaturesArgs& args) {
-  for (const LowRankPiece& piece : args.pieces) {
-    std::int64_t rank = 0;
-    for (; rank + kLowRankTile <= piece.ranks; rank += kLowRankTile) {
-      std::int64_t row = 0;
-      for (; row + kLowRankTile <= args.count; row += kLowRankTile) {
-        ContractFeatures<kLowRankTile, kLowRankTile>(args, piece, row, rank);
+  args.dtype == DType::kFloat32 ? ContractAlong<float>(args) : ContractAlong<BFloat16>(args);
+}
+
+/// What an expert's rows are expanded with: `features` of all pieces, those of a rank at at(piece, rank).
+template <typename At>
+struct Expansion {
+  std::span<const LowRankPiece> pieces;
+  std::int64_t ranks;
+  std::int64_t first_feature;
+  std::int64_t features;
+  At at;
+};
+
+/// out[row][first_feature + f ...] = sum over ranks of low[row][rank] * P(rank, f ...), two vectors.
+template <typename T, int kRows, bool kPart, typename At>
+inline void ExpandTile(const Expansion<At>& by, const LowRankRows& expert, std::int64_t row, std::int64_t f, std::int64_t n) {
+  NativeF32 sum[kRows][2] = {};
+  for (const LowRankPiece& piece : by.pieces) {
+    const float* low = expert.low + row * by.ranks + piece.first_rank;
+    for (std::int64_t j = 0; j < piece.ranks; ++j) {
+      const float* at = by.at(piece, j) + f;
+      const NativeF32 factor[2] = {Load<kPart>(at, n), Load<kPart>(at + kNativeLanes, n - kNativeLanes)};
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        const NativeF32 scale = low[i * by.ranks + j] - NativeF32{};
+        sum[i][0] += scale * factor[0];
+        sum[i][1] += scale * factor[1];
       }
-      for (; row < args.count; ++row) ContractFeatures<1, kLowRankTile>(args, piece, row, rank);
     }
-    for (; rank < piece.ranks; ++rank) {
-      for (std::int64_t row = 0; row < args.count; ++row) ContractFeatures<1, 1>(args, piece, row, rank);
-    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+    T* to = static_cast<T*>(expert.out[row + i]) + by.first_feature + f;
+    Store<kPart>(to, n, sum[i][0]);
+    Store<kPart>(to + kNativeLanes, n - kNativeLanes, sum[i][1]);
   }
 }
 
-/// Features whose sums stay in registers.
-inline constexpr std::int64_t kLowRankFeatures = 64;
-
-/// rows[row][f] = sum over ranks of low[row][rank] * parameter[rank][f], for four vectors of features from `first` on.
-template <int kRows>
-inline void ExpandFeatures(const AlongFeaturesArgs& args, std::int64_t row, std::int64_t first) {
-  const std::int64_t left = args.features - first;
-  const auto lanes = [left](std::int64_t v) { return left - 16 * v < 16 ? left - 16 * v : 16; };
-  F32x16 sum[kRows][4] = {};
-  for (const LowRankPiece& piece : args.pieces) {
-    const float* low = args.low + row * args.ranks + piece.first_rank;
-    const float* at = piece.parameter + first;
-    for (std::int64_t j = 0; j < piece.ranks; ++j, at += piece.rank_stride) {
-      F32x16 factor[4] = {};
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) {
-        if (lanes(v) > 0) factor[v] = LoadParameters(at + 16 * v, lanes(v));
-      }
-#pragma GCC unroll 4
-      for (int i = 0; i < kRows; ++i) {
-        const F32x16 scale = Broadcast(low[i * args.ranks + j]);
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) sum[i][v] += scale * factor[v];
-      }
-    }
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
-      if (lanes(v) > 0) StoreElements(args.out[row + i], args.dtype, first + 16 * v, lanes(v), sum[i][v]);
-    }
-  }
+template <typename T, typename At>
+inline void ExpandRows(const Expansion<At>& by, const LowRankRows& expert) {
+  InPairsOfVectors(by.features, [&]<bool kPart>(std::int64_t f, std::int64_t n) {
+    InRuns<kTallTile>(expert.count, [&]<int kRows>(std::int64_t row) { ExpandTile<T, kRows, kPart>(by, expert, row, f, n); });
+  });
 }
 
 inline void ExpandAlongFeatures(const AlongFeaturesArgs& args) {
-  for (std::int64_t first = 0; first < args.features; first += kLowRankFeatures) {
-    std::int64_t row = 0;
-    for (; row + kLowRankTile <= args.count; row += kLowRankTile) ExpandFeatures<kLowRankTile>(args, row, first);
-    for (; row < args.count; ++row) ExpandFeatures<1>(args, row, first);
+  const auto at = [](const LowRankPiece& piece, std::int64_t j) { return piece.parameter + j * piece.rank_stride; };
+  const Expansion<decltype(at)> by{args.pieces, args.ranks, 0, args.features, at};
+  args.dtype == DType::kFloat32 ? ExpandRows<float>(by, args.expert) : ExpandRows<BFloat16>(by, args.expert);
+}
+
+/// gradient[rank][f ...] = sum over rows of rows[row][f ...] * low[row][rank], two vectors.
+template <typename T, int kRanks, bool kPart>
+inline void OuterTile(const AlongFeaturesArgs& args, const LowRankPiece& piece, std::int64_t rank, std::int64_t f,
+                      std::int64_t n) {
+  NativeF32 sum[kRanks][2] = {};
+  for (std::int64_t row = 0; row < args.expert.count; ++row) {
+    const float* low = args.expert.low + row * args.ranks + piece.first_rank + rank;
+    const T* from = static_cast<const T*>(args.expert.rows[row]) + f;
+    const NativeF32 value[2] = {Load<kPart>(from, n), Load<kPart>(from + kNativeLanes, n - kNativeLanes)};
+#pragma GCC unroll 8
+    for (int j = 0; j < kRanks; ++j) {
+      const NativeF32 factor = low[j] - NativeF32{};
+      sum[j][0] += factor * value[0];
+      sum[j][1] += factor * value[1];
+    }
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < kRanks; ++j) {
+    float* to = piece.gradient + (rank + j) * piece.gradient_rank_stride + f;
+    if constexpr (kPart) {
+      Store<true>(to, n, sum[j][0]);
+      Store<true>(to + kNativeLanes, n - kNativeLanes, sum[j][1]);
+    } else {
+      Stream(to, sum[j][0]);
+      Stream(to + kNativeLanes, sum[j][1]);
+    }
   }
 }
 
-/// gradient[rank][f] = sum over rows of rows[row][f] * low[row][rank], for some ranks and four vectors of features.
-template <int kRanks>
-inline void OuterFeatures(const AlongFeaturesArgs& args, const LowRankPiece& piece, std::int64_t rank, std::int64_t first) {
-  const std::int64_t left = args.features - first;
-  const auto lanes = [left](std::int64_t v) { return left - 16 * v < 16 ? left - 16 * v : 16; };
-  F32x16 sum[kRanks][4] = {};
-  for (std::int64_t row = 0; row < args.count; ++row) {
-    const float* low = args.low + row * args.ranks + piece.first_rank + rank;
-    F32x16 value[4] = {};
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
-      if (lanes(v) > 0) value[v] = LoadElements(args.rows[row], args.dtype, first + 16 * v, lanes(v));
-    }
-#pragma GCC unroll 4
-    for (int j = 0; j < kRanks; ++j) {
-      const F32x16 factor = Broadcast(low[j]);
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) sum[j][v] += factor * value[v];
-    }
+template <typename T>
+inline void OuterAlong(const AlongFeaturesArgs& args) {
+  for (const LowRankPiece& piece : args.pieces) {
+    if (piece.gradient == nullptr) continue;
+    InRuns<kTallTile>(piece.ranks, [&]<int kRanks>(std::int64_t rank) {
+      InPairsOfVectors(args.features, [&]<bool kPart>(std::int64_t f, std::int64_t n) {
+        OuterTile<T, kRanks, kPart>(args, piece, rank, f, n);
+      });
+    });
   }
-  for (int j = 0; j < kRanks; ++j) {
-    float* to = piece.gradient + (rank + j) * piece.gradient_rank_stride + first;
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
-      if (lanes(v) > 0) StreamLanes(to + 16 * v, lanes(v), sum[j][v]);
-    }
-  }
+  StreamFence();
 }
 
 inline void OuterAlongFeatures(const AlongFeaturesArgs& args) {
-  for (std::int64_t first = 0; first < args.features; first += kLowRankFeatures) {
+  args.dtype == DType::kFloat32 ? OuterAlong<float>(args) : OuterAlong<BFloat16>(args);
+}
+
+/// Experts, features and ranks that are transposed at a time.
+inline constexpr std::int64_t kSide = 16;
+/// Between the blocks [16 features][16 ranks] of experts: a line more than they have, for other sets of L1.
+inline constexpr std::int64_t kBlockPitch = kSide * kSide + kSide;
+
+MOESAIC_INLINE std::int64_t AtMostSide(std::int64_t n) { return n < kSide ? n : kSide; }
+
+/// out[column][row], 16 x 16; zeros for what is not among in's `rows` x `columns`, which are alone read.
+MOESAIC_INLINE void TransposeInto(const float* in, std::int64_t in_pitch, std::int64_t rows, std::int64_t columns, float* out,
+                                  std::int64_t out_pitch) {
+  if (rows == kSide && columns == kSide) return Transpose16x16(in, in_pitch, out, out_pitch);
+  alignas(64) float block[kSide * kSide] = {};
+  for (std::int64_t i = 0; i < rows; ++i) {
+    std::memcpy(block + i * kSide, in + i * in_pitch, static_cast<std::size_t>(columns) * sizeof(float));
+  }
+  Transpose16x16(block, kSide, out, out_pitch);
+}
+
+/// A bit for each group of sixteen experts: one of them has rows.
+MOESAIC_INLINE std::uint64_t GroupsWithRows(const AcrossExpertsArgs& args) {
+  std::uint64_t groups = 0;
+  for (std::size_t x = 0; x < args.experts.size(); ++x) {
+    groups |= static_cast<std::uint64_t>(args.experts[x].count > 0 ? 1 : 0) << x / kSide;
+  }
+  return groups;
+}
+MOESAIC_INLINE bool Has(std::uint64_t groups, std::int64_t expert) { return (groups >> expert / kSide & 1) != 0; }
+
+/// Reads n features of such groups in the order of memory, which brings them to L2: transpositions wait for each of their
+/// lines, which are far from each other. (Zen 4, one core, ns for a kilobyte of parameters: 92 without this and 52 with it; 32
+/// is what reading alone takes. Prefetches of as many lines at once get lost: 83.)
+inline void ReadFeatures(const AcrossExpertsArgs& args, std::uint64_t groups, std::int64_t first, std::int64_t n) {
+  const auto experts = static_cast<std::int64_t>(args.experts.size());
+  for (std::int64_t f = first; f < first + n; ++f) {
     for (const LowRankPiece& piece : args.pieces) {
-      if (piece.gradient == nullptr) continue;
-      std::int64_t rank = 0;
-      for (; rank + kLowRankTile <= piece.ranks; rank += kLowRankTile) OuterFeatures<kLowRankTile>(args, piece, rank, first);
-      for (; rank < piece.ranks; ++rank) OuterFeatures<1>(args, piece, rank, first);
+      const float* at = piece.parameter + f * piece.feature_stride;
+      for (std::int64_t j = 0; j < piece.ranks; ++j, at += piece.rank_stride) {
+        for (std::int64_t x = 0; x < experts; x += kSide) {
+          if (Has(groups, x)) asm volatile("" : : "x"(at[x]));
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+inline void ExpandAcross(const AcrossExpertsArgs& args) {
+  const auto experts = static_cast<std::int64_t>(args.experts.size());
+  const std::int64_t pitch = args.ranks * 2 * kSide + kSide;
+  const std::uint64_t groups = GroupsWithRows(args);
+  for (std::int64_t f = 0; f < args.features; f += 2 * kSide) {
+    const std::int64_t n = args.features - f < 2 * kSide ? args.features - f : 2 * kSide;
+    ReadFeatures(args, groups, f, n);
+    for (std::int64_t x = 0; x < experts; x += kSide) {
+      if (!Has(groups, x)) continue;
+      const std::int64_t width = AtMostSide(experts - x);
+      for (const LowRankPiece& piece : args.pieces) {
+        for (std::int64_t j = 0; j < piece.ranks; ++j) {
+          for (std::int64_t half = 0; half < n; half += kSide) {
+            TransposeInto(piece.parameter + (f + half) * piece.feature_stride + j * piece.rank_stride + x, piece.feature_stride,
+                          AtMostSide(n - half), width, args.scratch + (piece.first_rank + j) * 2 * kSide + half, pitch);
+          }
+        }
+      }
+      const float* expanded = args.scratch;
+      for (std::int64_t i = 0; i < width; ++i) {
+        const auto at = [expanded](const LowRankPiece& piece, std::int64_t j) {
+          return expanded + (piece.first_rank + j) * 2 * kSide;
+        };
+        ExpandRows<T>(Expansion<decltype(at)>{args.pieces, args.ranks, args.first_feature + f, n, at}, args.experts[x + i]);
+        expanded += pitch;
+      }
+    }
+  }
+}
+
+inline void ExpandAcrossExperts(const AcrossExpertsArgs& args) {
+  args.dtype == DType::kFloat32 ? ExpandAcross<float>(args) : ExpandAcross<BFloat16>(args);
+}
+
+/// f(piece, first rank, ranks, block) for sixteen ranks at a time, with the block [experts][16][16] of scratch that they have.
+template <typename Function>
+MOESAIC_INLINE void InBlocksOfRanks(const AcrossExpertsArgs& args, Function f) {
+  const std::int64_t block = RoundUp(static_cast<std::int64_t>(args.experts.size()), kSide) * kBlockPitch;
+  float* at = args.scratch;
+  for (const LowRankPiece& piece : args.pieces) {
+    for (std::int64_t rank = 0; rank < piece.ranks; rank += kSide, at += block) {
+      f(piece, rank, AtMostSide(piece.ranks - rank), at);
+    }
+  }
+}
+
+/// Sixteen ranks, or the fewer that there are and zeros.
+struct Ranks {
+  static constexpr int kVectors = kSide / kNativeLanes;
+  NativeF32 v[kVectors];
+
+  MOESAIC_INLINE static Ranks From(const float* p, std::int64_t n) {
+    Ranks ranks;
+#pragma GCC unroll 4
+    for (int k = 0; k < kVectors; ++k) {
+      ranks.v[k] = n == kSide ? Load(p + k * kNativeLanes) : Load<true>(p + k * kNativeLanes, n - k * kNativeLanes);
+    }
+    return ranks;
+  }
+  MOESAIC_INLINE void To(float* p, std::int64_t n) const {
+#pragma GCC unroll 4
+    for (int k = 0; k < kVectors; ++k) {
+      n == kSide ? Store(p + k * kNativeLanes, v[k]) : Store<true>(p + k * kNativeLanes, n - k * kNativeLanes, v[k]);
+    }
+  }
+  MOESAIC_INLINE void Add(float factor, const Ranks& from) {
+#pragma GCC unroll 4
+    for (int k = 0; k < kVectors; ++k) v[k] += (factor - NativeF32{}) * from.v[k];
+  }
+};
+/// Of them, whose sums stay in registers.
+inline constexpr int kRanksTile = 8 / Ranks::kVectors;
+
+/// Sixteen features of an expert's rows.
+using RowsBlock = float[kMostLowRankRows][kSide];
+
+template <typename T>
+inline void LoadRows(const LowRankRows& expert, std::int64_t first, std::int64_t n, RowsBlock& values) {
+  for (std::int64_t i = 0; i < expert.count; ++i) {
+    const T* row = static_cast<const T*>(expert.rows[i]) + first;
+#pragma GCC unroll 4
+    for (int k = 0; k < kSide; k += kNativeLanes) {
+      Store(values[i] + k, n == kSide ? Load(row + k) : Load<true>(row + k, n - k));
+    }
+  }
+}
+
+/// sums[row][rank ...] += sum over n features of values[row][f] * block[f][rank ...]
+template <int kRows>
+MOESAIC_INLINE void AddSums(const float (*values)[kSide], const float* block, std::int64_t n, float* sums, std::int64_t pitch,
+                            std::int64_t ranks) {
+  Ranks sum[kRows];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) sum[i] = Ranks::From(sums + i * pitch, ranks);
+  for (std::int64_t f = 0; f < n; ++f) {
+    const Ranks parameter = Ranks::From(block + f * kSide, kSide);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) sum[i].Add(values[i][f], parameter);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) sum[i].To(sums + i * pitch, ranks);
+}
+
+/// block[f][rank ...] = sum over rows of values[row][f] * low[row][rank ...]
+MOESAIC_INLINE void OuterBlock(const RowsBlock& values, const LowRankRows& expert, std::int64_t first, std::int64_t ranks,
+                               std::int64_t pitch, float* block) {
+  for (std::int64_t f = 0; f < kSide; f += kRanksTile) {
+    Ranks sum[kRanksTile] = {};
+    for (std::int64_t i = 0; i < expert.count; ++i) {
+      const Ranks factor = Ranks::From(expert.low + i * pitch + first, ranks);
+#pragma GCC unroll 8
+      for (int k = 0; k < kRanksTile; ++k) sum[k].Add(values[i][f + k], factor);
+    }
+#pragma GCC unroll 8
+    for (int k = 0; k < kRanksTile; ++k) sum[k].To(block + (f + k) * kSide, kSide);
+  }
+}
+
+/// Sixteen features at a time: parameters are transposed into the scratch memory, their gradients take their place there, and
+/// are transposed out of it, both in the order of memory.
+template <typename T>
+inline void ContractAcross(const AcrossExpertsArgs& args) {
+  const auto experts = static_cast<std::int64_t>(args.experts.size());
+  bool wants_sums = false;
+  for (const LowRankRows& expert : args.experts) wants_sums = wants_sums || expert.sums != nullptr;
+  const std::uint64_t groups = wants_sums ? GroupsWithRows(args) : 0;
+  for (std::int64_t first = 0; first < args.features; first += kSide) {
+    const std::int64_t n = AtMostSide(args.features - first);
+    ReadFeatures(args, groups, first, n);
+    for (std::int64_t x = 0; x < experts; x += kSide) {
+      const std::int64_t width = AtMostSide(experts - x);
+      if (Has(groups, x)) {
+        InBlocksOfRanks(args, [&](const LowRankPiece& piece, std::int64_t rank, std::int64_t ranks, float* blocks) {
+          const float* from = piece.parameter + first * piece.feature_stride + rank * piece.rank_stride + x;
+          for (std::int64_t f = 0; f < n; ++f, from += piece.feature_stride) {
+            TransposeInto(from, piece.rank_stride, ranks, width, blocks + x * kBlockPitch + f * kSide, kBlockPitch);
+          }
+        });
+      }
+      for (std::int64_t i = 0; i < width; ++i) {
+        const LowRankRows& expert = args.experts[x + i];
+        alignas(64) RowsBlock values;
+        LoadRows<T>(expert, args.first_feature + first, n, values);
+        InBlocksOfRanks(args, [&](const LowRankPiece& piece, std::int64_t rank, std::int64_t ranks, float* blocks) {
+          float* block = blocks + (x + i) * kBlockPitch;
+          const std::int64_t column = piece.first_rank + rank;
+          if (expert.sums != nullptr) {
+            InRuns<kRanksTile>(expert.count, [&]<int kRows>(std::int64_t row) {
+              AddSums<kRows>(values + row, block, n, expert.sums + row * args.ranks + column, args.ranks, ranks);
+            });
+          }
+          if (piece.gradient != nullptr) OuterBlock(values, expert, column, ranks, args.ranks, block);
+        });
+      }
+    }
+    for (std::int64_t f = 0; f < n; ++f) {
+      InBlocksOfRanks(args, [&](const LowRankPiece& piece, std::int64_t rank, std::int64_t ranks, const float* block) {
+        if (piece.gradient == nullptr) return;
+        float* to = piece.gradient + (first + f) * piece.gradient_feature_stride + rank * piece.gradient_rank_stride;
+        for (std::int64_t x = 0; x < experts; x += kSide) {
+          alignas(64) float lines[kSide][kSide];
+          Transpose16x16(block + x * kBlockPitch + f * kSide, kBlockPitch, lines[0], kSide);
+          for (std::int64_t j = 0; j < ranks; ++j) {
+            float* line = to + j * piece.gradient_rank_stride + x;
+            if (experts - x < kSide) {
+              std::memcpy(line, lines[j], static_cast<std::size_t>(experts - x) * sizeof(float));
+              continue;
+            }
+#pragma GCC unroll 4
+            for (int k = 0; k < kSide; k += kNativeLanes) Stream(line + k, Load(lines[j] + k));
+          }
+        }
+      });
     }
   }
   StreamFence();
+}
+
+inline void ContractAcrossExperts(const AcrossExpertsArgs& args) {
+  args.dtype == DType::kFloat32 ? ContractAcross<float>(args) : ContractAcross<BFloat16>(args);
 }
 
 }  // namespace

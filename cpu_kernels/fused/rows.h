@@ -3,9 +3,6 @@
 
 #include "cpu_kernels/simd.h"
 
-/// Behind a lambda's parameters: a body that is called for whole vectors and for parts is compiled for each of them.
-#define MOESAIC_INLINE_LAMBDA __attribute__((always_inline))
-
 namespace {
 
 using namespace moesaic;

@@ -111,8 +111,8 @@ class LowRankTest : public TierTest {
 };
 
 TEST_P(LowRankTest, AcrossExperts) {
-  for (int trial = 0; trial < 60; ++trial) {
-    const std::int64_t experts = 1 + Below(50), features = 1 + Below(50), groups = CeilDiv(experts, 16);
+  for (int trial = 0; trial < 80; ++trial) {
+    const std::int64_t experts = 1 + Below(50), features = 1 + Below(70);
     const Pieces parameters(features, experts, true, random_);
     AcrossExpertsArgs args;
     args.pieces = parameters.pieces;
@@ -121,71 +121,62 @@ TEST_P(LowRankTest, AcrossExperts) {
     args.features = features;
     args.dtype = AnyType();
     const std::int64_t width = args.first_feature + features;
-    // Rows of each expert; slots of a group are its most.
-    std::vector<std::int64_t> count(static_cast<std::size_t>(groups * 16)), first(count.size() + 1);
-    for (std::int64_t x = 0; x < experts; ++x)
-      count[x] = Below(3) == 0 ? 0 : Below(trial % 10 == 0 ? kMostLowRankSlots + 1 : 5);
-    for (std::size_t x = 0; x < count.size(); ++x) first[x + 1] = first[x] + count[x];
+    std::vector<std::int64_t> first(static_cast<std::size_t>(experts) + 1);
+    for (std::int64_t x = 0; x < experts; ++x) {
+      const std::int64_t most = trial % 10 == 0 ? kMostLowRankRows + 1 : 5;
+      first[x + 1] = first[x] + (Below(3) == 0 ? 0 : Below(most));
+    }
+    // Whole groups of sixteen without rows.
+    if (trial % 5 == 0) std::fill(first.begin(), first.begin() + std::min<std::int64_t>(experts, 16) + 1, 0);
+    if (trial % 5 == 0) {
+      for (std::int64_t x = 16; x < experts; ++x) first[x + 1] = first[x] + Below(4);
+    }
     Rows rows(args.dtype, first.back(), width, random_), out(args.dtype, first.back(), width, random_);
     const Rows before = out;
-    std::vector<LowRankGroup> list(static_cast<std::size_t>(groups));
-    std::vector<std::vector<const void*>> in(list.size());
-    std::vector<std::vector<void*>> to(list.size());
-    const PoisonedBuffer low(groups * kMostLowRankSlots * args.ranks * 64), sums(groups * kMostLowRankSlots * args.ranks * 64);
-    const PoisonedBuffer scratch(groups * 256 * args.ranks * 4);
-    args.scratch = scratch.As<float>();
-    const auto lane = [&](std::int64_t x, std::int64_t slot, std::int64_t j) {
-      return ((x / 16 * kMostLowRankSlots + slot) * args.ranks + j) * 16 + x % 16;
-    };
-    for (std::int64_t g = 0; g < groups; ++g) {
-      LowRankGroup& group = list[g];
-      group.width = std::min<std::int64_t>(16, experts - 16 * g);
-      group.slots = *std::max_element(count.begin() + 16 * g, count.begin() + 16 * (g + 1));
-      for (std::int64_t slot = 0; slot < group.slots; ++slot) {
-        for (std::int64_t x = 16 * g; x < 16 * (g + 1); ++x) {
-          const bool valid = slot < count[x];
-          in[g].push_back(valid ? rows.Row(first[x] + slot) : nullptr);
-          to[g].push_back(valid ? out.Row(first[x] + slot) : nullptr);
-          for (std::int64_t j = 0; j < args.ranks; ++j) {
-            low.As<float>()[lane(x, slot, j)] = valid ? static_cast<float>(Below(5) - 2) : 0.0f;
-            sums.As<float>()[lane(x, slot, j)] = 3.0f;
-          }
-        }
-      }
-      group.rows = in[g].data();
-      group.out = to[g].data();
-      group.low = low.As<float>() + lane(16 * g, 0, 0);
-      if (trial % 7 != 0) group.sums = sums.As<float>() + lane(16 * g, 0, 0);
+    std::vector<const void*> in;
+    std::vector<void*> to;
+    std::vector<float> low, sums(static_cast<std::size_t>(first.back() * args.ranks), 3.0f);
+    for (std::int64_t i = 0; i < first.back(); ++i) {
+      in.push_back(rows.Row(i));
+      to.push_back(out.Row(i));
+      for (std::int64_t j = 0; j < args.ranks; ++j) low.push_back(static_cast<float>(Below(5) - 2));
     }
-    args.groups = list;
+    const bool wants_sums = trial % 7 != 0;
+    std::vector<LowRankRows> list(static_cast<std::size_t>(experts));
+    for (std::int64_t x = 0; x < experts; ++x) {
+      if (first[x + 1] == first[x]) continue;
+      list[x] = {first[x + 1] - first[x], in.data() + first[x], to.data() + first[x], low.data() + first[x] * args.ranks,
+                 wants_sums ? sums.data() + first[x] * args.ranks : nullptr};
+    }
+    args.experts = list;
+    const PoisonedBuffer scratch(4 * AcrossExpertsScratch(experts, args.ranks, std::ssize(parameters.pieces)));
+    args.scratch = scratch.As<float>();
     SCOPED_TRACE(testing::Message() << "trial " << trial << " experts " << experts << " features " << features << " ranks "
                                     << args.ranks);
     tier_->expand_across_experts(args);
     tier_->contract_across_experts(args);
     for (std::int64_t x = 0; x < experts; ++x) {
-      for (std::int64_t slot = 0; slot < count[x]; ++slot) {
-        const std::int64_t row = first[x] + slot;
+      for (std::int64_t row = first[x]; row < first[x + 1]; ++row) {
         for (std::int64_t c = 0; c < width; ++c) {
           double expected = 0;
           for (std::int64_t j = 0; j < args.ranks && c >= args.first_feature; ++j) {
-            expected += static_cast<double>(low.As<float>()[lane(x, slot, j)]) * parameters.At(c - args.first_feature, j, x);
+            expected += static_cast<double>(low[row * args.ranks + j]) * parameters.At(c - args.first_feature, j, x);
           }
           ASSERT_EQ(out.At(row, c), c >= args.first_feature ? out.Rounded(expected) : before.At(row, c)) << x << " " << c;
         }
         for (std::int64_t j = 0; j < args.ranks; ++j) {
           double expected = 3;
-          for (std::int64_t f = 0; f < features; ++f) {
+          for (std::int64_t f = 0; f < features && wants_sums; ++f) {
             expected += static_cast<double>(rows.At(row, args.first_feature + f)) * parameters.At(f, j, x);
           }
-          if (trial % 7 == 0) expected = 3;
-          ASSERT_EQ(static_cast<double>(sums.As<float>()[lane(x, slot, j)]), expected) << x << " " << slot << " " << j;
+          ASSERT_EQ(static_cast<double>(sums[row * args.ranks + j]), expected) << x << " " << row << " " << j;
         }
       }
     }
     parameters.CheckGradients([&](std::int64_t f, std::int64_t j, std::int64_t x) {
       double sum = 0;
-      for (std::int64_t slot = 0; slot < count[x]; ++slot) {
-        sum += static_cast<double>(rows.At(first[x] + slot, args.first_feature + f) * low.As<float>()[lane(x, slot, j)]);
+      for (std::int64_t row = first[x]; row < first[x + 1]; ++row) {
+        sum += static_cast<double>(rows.At(row, args.first_feature + f) * low[row * args.ranks + j]);
       }
       return sum;
     });
@@ -201,27 +192,24 @@ TEST_P(LowRankTest, AlongFeatures) {
     args.pieces = parameters.pieces;
     args.ranks = parameters.ranks();
     args.features = features;
-    args.count = Below(trial % 10 == 0 ? kMostLowRankSlots + 1 : 8);
+    const std::int64_t count = Below(trial % 10 == 0 ? kMostLowRankRows + 1 : 20);
     args.dtype = AnyType();
-    Rows rows(args.dtype, args.count, features, random_), out(args.dtype, args.count, features, random_);
+    Rows rows(args.dtype, count, features, random_), out(args.dtype, count, features, random_);
     std::vector<const void*> in;
     std::vector<void*> to;
-    std::vector<float> low, sums(static_cast<std::size_t>(args.count * args.ranks), -7.0f);
-    for (std::int64_t i = 0; i < args.count; ++i) {
+    std::vector<float> low, sums(static_cast<std::size_t>(count * args.ranks), -7.0f);
+    for (std::int64_t i = 0; i < count; ++i) {
       in.push_back(rows.Row(i));
       to.push_back(out.Row(i));
       for (std::int64_t j = 0; j < args.ranks; ++j) low.push_back(static_cast<float>(Below(5) - 2));
     }
-    args.rows = in.data();
-    args.out = to.data();
-    args.low = low.data();
-    args.sums = sums.data();
-    SCOPED_TRACE(testing::Message() << "trial " << trial << " rows " << args.count << " features " << features << " ranks "
+    args.expert = {count, in.data(), to.data(), low.data(), sums.data()};
+    SCOPED_TRACE(testing::Message() << "trial " << trial << " rows " << count << " features " << features << " ranks "
                                     << args.ranks);
     tier_->contract_along_features(args);
     tier_->expand_along_features(args);
     tier_->outer_along_features(args);
-    for (std::int64_t i = 0; i < args.count; ++i) {
+    for (std::int64_t i = 0; i < count; ++i) {
       for (std::int64_t j = 0; j < args.ranks; ++j) {
         double expected = 0;
         bool covered = false;
@@ -241,11 +229,35 @@ TEST_P(LowRankTest, AlongFeatures) {
     }
     parameters.CheckGradients([&](std::int64_t f, std::int64_t j, std::int64_t) {
       double sum = 0;
-      for (std::int64_t i = 0; i < args.count; ++i) sum += static_cast<double>(rows.At(i, f) * low[i * args.ranks + j]);
+      for (std::int64_t i = 0; i < count; ++i) sum += static_cast<double>(rows.At(i, f) * low[i * args.ranks + j]);
       return sum;
     });
     if (HasFatalFailure()) return;
   }
+}
+
+/// Nothing is rounded on the way: neither parameters nor rows in fp32.
+TEST_P(LowRankTest, KeepsFp32) {
+  const float third = 1.0f / 3.0f;
+  const LowRankPiece piece{&third, nullptr, 1, 1, 0, 0, 0, 1};
+  const float value = 1.0f / 7.0f;
+  const void* row = &value;
+  float sum = 0.0f, low = 1.0f, expanded = 0.0f;
+  void* out = &expanded;
+  const LowRankRows rows{1, &row, &out, &low, &sum};
+  AlongFeaturesArgs along{{&piece, 1}, rows, 1, 1, DType::kFloat32};
+  tier_->contract_along_features(along);
+  EXPECT_EQ(sum, third * value);
+  tier_->expand_along_features(along);
+  EXPECT_EQ(expanded, third);
+  sum = 0.0f;
+  expanded = 0.0f;
+  const PoisonedBuffer scratch(4 * AcrossExpertsScratch(1, 1, 1));
+  const AcrossExpertsArgs across{{&piece, 1}, {&rows, 1}, 1, 0, 1, DType::kFloat32, scratch.As<float>()};
+  tier_->contract_across_experts(across);
+  EXPECT_EQ(sum, third * value);
+  tier_->expand_across_experts(across);
+  EXPECT_EQ(expanded, third);
 }
 
 /// What is not a number stays one, and touches nobody else's sums.
@@ -255,27 +267,21 @@ TEST_P(LowRankTest, NanPassesThrough) {
   const LowRankPiece piece{parameter.data(), nullptr, ranks * experts, experts, 0, 0, 0, ranks};
   std::vector<float> row(static_cast<std::size_t>(features), 1.0f), bad = row;
   bad[17] = std::numeric_limits<float>::quiet_NaN();
-  const void* rows[16] = {row.data(), bad.data()};
-  const PoisonedBuffer low(ranks * 64), sums(ranks * 64), scratch(256 * ranks * 4);
-  std::fill_n(low.As<float>(), ranks * 16, 0.0f);
-  std::fill_n(sums.As<float>(), ranks * 16, 0.0f);
-  LowRankGroup group;
-  group.width = experts;
-  group.slots = 1;
-  group.rows = rows;
-  group.low = low.As<float>();
-  group.sums = sums.As<float>();
+  const void* rows[2] = {row.data(), bad.data()};
+  std::vector<float> low(2 * ranks, 0.0f), sums(2 * ranks, 0.0f);
+  const PoisonedBuffer scratch(4 * AcrossExpertsScratch(experts, ranks, 1));
+  const LowRankRows list[experts] = {
+      {1, rows, nullptr, low.data(), sums.data()}, {1, rows + 1, nullptr, low.data() + ranks, sums.data() + ranks}, {}};
   AcrossExpertsArgs args;
   args.pieces = {&piece, 1};
-  args.groups = {&group, 1};
+  args.experts = list;
   args.ranks = ranks;
   args.features = features;
   args.scratch = scratch.As<float>();
   tier_->contract_across_experts(args);
   for (std::int64_t j = 0; j < ranks; ++j) {
-    EXPECT_EQ(sums.As<float>()[j * 16], 20.0f);
-    EXPECT_NE(sums.As<float>()[j * 16 + 1], sums.As<float>()[j * 16 + 1]);
-    EXPECT_EQ(sums.As<float>()[j * 16 + 2], 0.0f);
+    EXPECT_EQ(sums[j], 20.0f);
+    EXPECT_NE(sums[ranks + j], sums[ranks + j]);
   }
 }
 

@@ -336,16 +336,20 @@ def adapters_in_place(shape: ExpertsShape, rows: Sequence[int], shards: int) -> 
 
 
 def _in_place(shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> list[tuple[str, Work]]:
-    """Elements of adapters that are read where they lie, and of their products: B for sixteen experts at a time, as
-    many rows of each as the fullest has."""
+    """Elements of adapters that are read where they lie, and of their products: B for sixteen experts at a time, if one
+    of them has rows."""
     h, i, rank, count = shape.hidden, shape.intermediate, shape.rank, sum(rows)
     hit = sum(1 for r in rows if r > 0)
-    lanes = 16 * sum(max(rows[first : first + 16]) for first in range(0, shape.experts, 16))
+    swept = sum(
+        min(16, shape.experts - first) for first in range(0, shape.experts, 16) if any(rows[first : first + 16])
+    )
     times = 2 if backward else 1  # another product is the gradient
     found: list[tuple[str, Work]] = []
     for phase, a, b in (("gate_up", h, 2 * i), ("down", i, h)):
-        elements = hit * a + shape.experts * (a + 2 * b if backward else b)  # gradients are written for all experts
-        work: Work = {"sweep": rank * elements, "sweep_product": times * rank * (count * a + lanes * b)}
+        elements = hit * a + swept * b
+        if backward:
+            elements += shape.experts * (a + b)  # gradients are written for all experts
+        work: Work = {"sweep": rank * elements, "sweep_product": times * rank * count * (a + b)}
         found.append((f"{phase}_backward" if backward else phase, work))
     return found
 
