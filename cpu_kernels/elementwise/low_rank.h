@@ -284,37 +284,74 @@ MOESAIC_INLINE std::uint64_t GroupsWithRows(const AcrossExpertsArgs& args) {
 }
 MOESAIC_INLINE bool Has(std::uint64_t groups, std::int64_t expert) { return (groups >> expert / kSide & 1) != 0; }
 
-/// Reads n features of such groups in the order of memory, which brings them to L2: transpositions wait for each of their
-/// lines, which are far from each other. (Zen 4, one core, ns for a kilobyte of parameters: 92 without this and 52 with it; 32
-/// is what reading alone takes. Prefetches of as many lines at once get lost: 83.)
-inline void ReadFeatures(const AcrossExpertsArgs& args, std::uint64_t groups, std::int64_t first, std::int64_t n) {
-  const auto experts = static_cast<std::int64_t>(args.experts.size());
-  for (std::int64_t f = first; f < first + n; ++f) {
-    for (const LowRankPiece& piece : args.pieces) {
-      const float* at = piece.parameter + f * piece.feature_stride;
-      for (std::int64_t j = 0; j < piece.ranks; ++j, at += piece.rank_stride) {
-        for (std::int64_t x = 0; x < experts; x += kSide) {
-          if (Has(groups, x)) asm volatile("" : : "x"(at[x]));
-        }
-      }
+/// Brings lines of features [first, end) of such groups to L2 in the order of memory: transpositions take lines far from each
+/// other, and would wait for every one. The first features are read; the next are asked for while these are computed with, a
+/// few lines at a time, for many prefetches at once get lost. (Zen 4, one core, ns for a kilobyte of parameters: 92 by
+/// transpositions alone, 52 after reading, 41 beside prefetches, and 83 after as many of these at once; 32 is what reading
+/// alone takes.)
+class FeatureLines {
+ public:
+  FeatureLines(const AcrossExpertsArgs& args, std::uint64_t groups, std::int64_t first, std::int64_t end)
+      : args_(args),
+        groups_(groups),
+        feature_(first),
+        end_(groups == 0           ? first
+             : end < args.features ? end
+                                   : args.features) {}
+
+  MOESAIC_INLINE void Read() {
+    while (feature_ < end_) {
+      OfRank([](const float* line) { asm volatile("" : : "x"(*line)); });
     }
   }
-}
+  /// At least as many as a transposition takes, until there are no more.
+  MOESAIC_INLINE void Ask() {
+    for (std::int64_t lines = 0; lines < kSide && feature_ < end_;) {
+      OfRank([&lines](const float* line) {
+        __builtin_prefetch(line, 0, 2);
+        ++lines;
+      });
+    }
+  }
+
+ private:
+  template <typename Visit>
+  MOESAIC_INLINE void OfRank(Visit visit) {
+    const LowRankPiece& piece = args_.pieces[piece_];
+    const float* at = piece.parameter + feature_ * piece.feature_stride + rank_ * piece.rank_stride;
+    const auto experts = static_cast<std::int64_t>(args_.experts.size());
+    for (std::int64_t x = 0; x < experts; x += kSide) {
+      if (Has(groups_, x)) visit(at + x);
+    }
+    if (++rank_ < piece.ranks) return;
+    rank_ = 0;
+    if (++piece_ < args_.pieces.size()) return;
+    piece_ = 0;
+    ++feature_;
+  }
+
+  const AcrossExpertsArgs& args_;
+  std::uint64_t groups_;
+  std::int64_t feature_, end_, rank_ = 0;
+  std::size_t piece_ = 0;
+};
 
 template <typename T>
 inline void ExpandAcross(const AcrossExpertsArgs& args) {
   const auto experts = static_cast<std::int64_t>(args.experts.size());
   const std::int64_t pitch = args.ranks * 2 * kSide + kSide;
   const std::uint64_t groups = GroupsWithRows(args);
+  FeatureLines(args, groups, 0, 2 * kSide).Read();
   for (std::int64_t f = 0; f < args.features; f += 2 * kSide) {
     const std::int64_t n = args.features - f < 2 * kSide ? args.features - f : 2 * kSide;
-    ReadFeatures(args, groups, f, n);
+    FeatureLines next(args, groups, f + n, f + n + 2 * kSide);
     for (std::int64_t x = 0; x < experts; x += kSide) {
       if (!Has(groups, x)) continue;
       const std::int64_t width = AtMostSide(experts - x);
       for (const LowRankPiece& piece : args.pieces) {
         for (std::int64_t j = 0; j < piece.ranks; ++j) {
           for (std::int64_t half = 0; half < n; half += kSide) {
+            next.Ask();
             TransposeInto(piece.parameter + (f + half) * piece.feature_stride + j * piece.rank_stride + x, piece.feature_stride,
                           AtMostSide(n - half), width, args.scratch + (piece.first_rank + j) * 2 * kSide + half, pitch);
           }
@@ -428,9 +465,10 @@ inline void ContractAcross(const AcrossExpertsArgs& args) {
   bool wants_sums = false;
   for (const LowRankRows& expert : args.experts) wants_sums = wants_sums || expert.sums != nullptr;
   const std::uint64_t groups = wants_sums ? GroupsWithRows(args) : 0;
+  FeatureLines(args, groups, 0, kSide).Read();
   for (std::int64_t first = 0; first < args.features; first += kSide) {
     const std::int64_t n = AtMostSide(args.features - first);
-    ReadFeatures(args, groups, first, n);
+    FeatureLines next(args, groups, first + n, first + n + kSide);
     for (std::int64_t x = 0; x < experts; x += kSide) {
       const std::int64_t width = AtMostSide(experts - x);
       if (Has(groups, x)) {
@@ -443,6 +481,7 @@ inline void ContractAcross(const AcrossExpertsArgs& args) {
       }
       for (std::int64_t i = 0; i < width; ++i) {
         const LowRankRows& expert = args.experts[x + i];
+        next.Ask();
         alignas(64) RowsBlock values;
         LoadRows<T>(expert, args.first_feature + first, n, values);
         InBlocksOfRanks(args, [&](const LowRankPiece& piece, std::int64_t rank, std::int64_t ranks, float* blocks) {

@@ -343,13 +343,14 @@ def _in_place(shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> li
     swept = sum(
         min(16, shape.experts - first) for first in range(0, shape.experts, 16) if any(rows[first : first + 16])
     )
-    times = 2 if backward else 1  # another product is the gradient
     found: list[tuple[str, Work]] = []
     for phase, a, b in (("gate_up", h, 2 * i), ("down", i, h)):
-        elements = hit * a + swept * b
+        elements = rank * (hit * a + swept * b)
+        products = count * rank * (a + b)
         if backward:
-            elements += shape.experts * (a + b)  # gradients are written for all experts
-        work: Work = {"sweep": rank * elements, "sweep_product": times * rank * count * (a + b)}
+            elements += rank * shape.experts * (a + b)  # gradients are written for all experts
+            products = count * 2 * (rank * a + -(-rank // 16) * 16 * b)  # and are products too; B's by sixteen ranks
+        work: Work = {"sweep": elements, "sweep_product": products}
         found.append((f"{phase}_backward" if backward else phase, work))
     return found
 
