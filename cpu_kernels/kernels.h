@@ -246,8 +246,9 @@ struct LowRankRows {
 ///   expand_across_experts    out[i][first_feature + f] = sum over j of L[i][j] P(f, j)
 ///   contract_across_experts  sums[i][j] += sum over f of rows[i][first_feature + f] P(f, j)
 ///                            gradient(f, j) = sum over i of rows[i][first_feature + f] L[i][j]; zeros where count is 0
+/// Sums of ranks that no piece has are left as they are.
 struct AcrossExpertsArgs {
-  std::span<const LowRankPiece> pieces;
+  std::span<const LowRankPiece> pieces;  ///< at least one, each of at least one rank
   std::span<const LowRankRows> experts;  ///< parameters side by side, at most 1,024; sums: of each with rows, or of none
   std::int64_t ranks = 0;                ///< of all pieces
   std::int64_t first_feature = 0, features = 0;
@@ -255,15 +256,22 @@ struct AcrossExpertsArgs {
   float* scratch = nullptr;       ///< AcrossExpertsScratch(...), 64-byte aligned
 };
 
-/// Elements of AcrossExpertsArgs::scratch for so many experts, ranks and pieces: where these are transposed, 16 x 16 at a time.
+/// What is transposed at a time, and elements between the blocks that come of it: a line more than they have, for other sets of
+/// L1.
+inline constexpr std::int64_t kLowRankSide = 16, kLowRankBlockPitch = kLowRankSide * (kLowRankSide + 1);
+
+/// Elements of AcrossExpertsArgs::scratch for so many experts, ranks and pieces: a block for each expert and sixteen ranks of a
+/// piece, or for sixteen experts all ranks of 32 features.
 MOESAIC_INLINE std::int64_t AcrossExpertsScratch(std::int64_t experts, std::int64_t ranks, std::int64_t pieces) {
-  return RoundUp(experts, 16) * ((ranks + 15 * pieces) / 16) * 272 + 16 * (32 * ranks + 16);
+  return RoundUp(experts, kLowRankSide) * ((ranks + (kLowRankSide - 1) * pieces) / kLowRankSide) * kLowRankBlockPitch +
+         kLowRankSide * (2 * kLowRankSide * ranks + kLowRankSide);
 }
 
 /// For one expert, with P(j, f) at j * rank_stride + f:
-///   contract_along_features  sums[i][j] = sum over f of rows[i][f] P(j, f), in interleaved parts, as many as a vector has
-///   lanes expand_along_features    out[i][f] = sum over j of low[i][j] P(j, f) outer_along_features     gradient(j, f) = sum
-///   over i of rows[i][f] low[i][j]; zeros where count is 0
+///   contract_along_features  sums[i][j] = sum over f of rows[i][f] P(j, f), in as many parts as a vector has lanes
+///   expand_along_features    out[i][f] = sum over j of low[i][j] P(j, f)
+///   outer_along_features     gradient(j, f) = sum over i of rows[i][f] low[i][j]; zeros where count is 0
+/// Sums of ranks that no piece has are left as they are.
 struct AlongFeaturesArgs {
   std::span<const LowRankPiece> pieces;
   LowRankRows expert;

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <utility>
 
-#include "moe/phases.h"
 #include "moe/workspace.h"
 
 namespace moesaic::moe {
@@ -14,8 +13,9 @@ namespace {
 constexpr std::int64_t kLineOfExperts = 16;
 /// Parts of a matrix's features in a sweep: as many as there are threads on most hosts, and few enough to add up.
 constexpr std::int64_t kRanges = 16;
-/// What a sweep holds of gradients stays in L2. (Rank 16 of 256 experts fits.)
+/// What a sweep transposes of parameters, and then of their gradients, stays in L2. (Rank 16 of 256 experts fits.)
 constexpr std::int64_t kSweepBytes = std::int64_t{320} << 10;
+static_assert(kSweepBytes / (kLineOfExperts * kLowRankBlockPitch * 4) * kLineOfExperts <= 1024, "what a kernel takes");
 /// Of an expert, on average over those that have any: with more, packing is the faster way.
 constexpr std::int64_t kMostMeanRows = 32;
 /// Of the rank-wide intermediates of a call: within LoraBudget(), for nothing is packed.
@@ -67,7 +67,8 @@ LoraInPlace::LoraInPlace(const LayerConfig& config, LoraCall lora, std::span<con
     matrix.features = lora_.FeaturesOf(m);
     matrix.range = RoundUp(CeilDiv(matrix.features, kRanges), kPanelRows);
     const std::int64_t line_bytes = matrix.ScratchBytes(kLineOfExperts) - matrix.ScratchBytes(0);
-    matrix.experts = kLineOfExperts * std::max<std::int64_t>(1, kSweepBytes / std::max<std::int64_t>(1, line_bytes));
+    const std::int64_t most = kLineOfExperts * std::max<std::int64_t>(1, kSweepBytes / std::max<std::int64_t>(1, line_bytes));
+    matrix.experts = RoundUp(CeilDiv(config.num_experts, CeilDiv(config.num_experts, most)), kLineOfExperts);
   }
   inner_pitch_ = RoundUp(config.intermediate_size, kTileColumns);
 }
@@ -123,7 +124,9 @@ std::int64_t LoraInPlace::StageScratchBytes() const {
   const std::int64_t low = kMostLowRankRows * std::max(lora_.input_rank(), lora_.down_rank()) * 4;
   const std::int64_t rows = kMostLowRankRows * inner_pitch_ * 4;
   std::int64_t transposed = 0;
-  for (const Matrix& matrix : matrix_) transposed = std::max(transposed, matrix.ScratchBytes(matrix.experts));
+  for (const LoraMatrix m : {kLoraBGate, kLoraBUp, kLoraBDownT}) {
+    transposed = std::max(transposed, matrix_[m].ScratchBytes(matrix_[m].experts));
+  }
   return std::max(transposed, low + rows) + 256;
 }
 
@@ -382,8 +385,8 @@ void LoraInPlace::InputGradients(std::int64_t expert, const void* const* rows, D
   args.ranks = matrix.ranks;
   args.features = matrix.features;
   args.expert = {.count = job->rows, .rows = rows, .low = p};
+  void* out[kMostLowRankRows];
   if (added_ != nullptr) {
-    void* out[kMostLowRankRows];
     for (std::int64_t i = 0; i < job->rows; ++i) out[i] = added_ + slots_[job->begin + i] * pitch_;
     args.expert.out = out;
     args.dtype = DType::kBFloat16;

@@ -15,8 +15,6 @@ using namespace moesaic;
 /// Rows, or ranks, of two vectors each whose sums stay in registers; and rows of four ranks each.
 inline constexpr int kTallTile = kNativeLanes == 16 ? 8 : 4;
 inline constexpr int kSquareTile = kNativeLanes == 16 ? 4 : 2;
-/// Features of two vectors.
-inline constexpr std::int64_t kPairOfVectors = 2 * kNativeLanes;
 
 MOESAIC_INLINE NativeF32 Load(const float* p) {
   NativeF32 v;
@@ -102,12 +100,17 @@ MOESAIC_INLINE void InRuns(std::int64_t count, Function f, std::int64_t first = 
   if constexpr (kMost > 1) InRuns<kMost / 2>(count, f, first);
 }
 
-/// f.operator()<part>(first, n) for two vectors of features at a time; part: fewer are left, n.
+/// f.operator()<vectors, part>(first, n) for two vectors of features at a time, then for one, and for the part of one that is
+/// left.
 template <typename Function>
-MOESAIC_INLINE void InPairsOfVectors(std::int64_t features, Function f) {
+MOESAIC_INLINE void InVectors(std::int64_t features, Function f) {
   std::int64_t first = 0;
-  for (; first + kPairOfVectors <= features; first += kPairOfVectors) f.template operator()<false>(first, kPairOfVectors);
-  if (first < features) f.template operator()<true>(first, features - first);
+  for (; first + 2 * kNativeLanes <= features; first += 2 * kNativeLanes) f.template operator()<2, false>(first, 0);
+  if (first + kNativeLanes <= features) {
+    f.template operator()<1, false>(first, 0);
+    first += kNativeLanes;
+  }
+  if (first < features) f.template operator()<1, true>(first, features - first);
 }
 
 MOESAIC_INLINE float Total(NativeF32 v) {
@@ -172,35 +175,35 @@ struct Expansion {
   At at;
 };
 
-/// out[row][first_feature + f ...] = sum over ranks of low[row][rank] * P(rank, f ...), two vectors.
-template <typename T, int kRows, bool kPart, typename At>
+/// out[row][first_feature + f ...] = sum over ranks of low[row][rank] * P(rank, f ...)
+template <typename T, int kRows, int kVectors, bool kPart, typename At>
 inline void ExpandTile(const Expansion<At>& by, const LowRankRows& expert, std::int64_t row, std::int64_t f, std::int64_t n) {
-  NativeF32 sum[kRows][2] = {};
+  NativeF32 sum[kRows][kVectors] = {};
   for (const LowRankPiece& piece : by.pieces) {
     const float* low = expert.low + row * by.ranks + piece.first_rank;
     for (std::int64_t j = 0; j < piece.ranks; ++j) {
       const float* at = by.at(piece, j) + f;
-      const NativeF32 factor[2] = {Load<kPart>(at, n), Load<kPart>(at + kNativeLanes, n - kNativeLanes)};
+      NativeF32 factor[kVectors];
+      for (int v = 0; v < kVectors; ++v) factor[v] = Load<kPart>(at + v * kNativeLanes, n);
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         const NativeF32 scale = low[i * by.ranks + j] - NativeF32{};
-        sum[i][0] += scale * factor[0];
-        sum[i][1] += scale * factor[1];
+        for (int v = 0; v < kVectors; ++v) sum[i][v] += scale * factor[v];
       }
     }
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
     T* to = static_cast<T*>(expert.out[row + i]) + by.first_feature + f;
-    Store<kPart>(to, n, sum[i][0]);
-    Store<kPart>(to + kNativeLanes, n - kNativeLanes, sum[i][1]);
+    for (int v = 0; v < kVectors; ++v) Store<kPart>(to + v * kNativeLanes, n, sum[i][v]);
   }
 }
 
 template <typename T, typename At>
 inline void ExpandRows(const Expansion<At>& by, const LowRankRows& expert) {
-  InPairsOfVectors(by.features, [&]<bool kPart>(std::int64_t f, std::int64_t n) {
-    InRuns<kTallTile>(expert.count, [&]<int kRows>(std::int64_t row) { ExpandTile<T, kRows, kPart>(by, expert, row, f, n); });
+  InVectors(by.features, [&]<int kVectors, bool kPart>(std::int64_t f, std::int64_t n) {
+    InRuns<kTallTile>(expert.count,
+                      [&]<int kRows>(std::int64_t row) { ExpandTile<T, kRows, kVectors, kPart>(by, expert, row, f, n); });
   });
 }
 
@@ -210,32 +213,26 @@ inline void ExpandAlongFeatures(const AlongFeaturesArgs& args) {
   args.dtype == DType::kFloat32 ? ExpandRows<float>(by, args.expert) : ExpandRows<BFloat16>(by, args.expert);
 }
 
-/// gradient[rank][f ...] = sum over rows of rows[row][f ...] * low[row][rank], two vectors.
-template <typename T, int kRanks, bool kPart>
+/// gradient[rank][f ...] = sum over rows of rows[row][f ...] * low[row][rank]
+template <typename T, int kRanks, int kVectors, bool kPart>
 inline void OuterTile(const AlongFeaturesArgs& args, const LowRankPiece& piece, std::int64_t rank, std::int64_t f,
                       std::int64_t n) {
-  NativeF32 sum[kRanks][2] = {};
+  NativeF32 sum[kRanks][kVectors] = {};
   for (std::int64_t row = 0; row < args.expert.count; ++row) {
     const float* low = args.expert.low + row * args.ranks + piece.first_rank + rank;
     const T* from = static_cast<const T*>(args.expert.rows[row]) + f;
-    const NativeF32 value[2] = {Load<kPart>(from, n), Load<kPart>(from + kNativeLanes, n - kNativeLanes)};
+    NativeF32 value[kVectors];
+    for (int v = 0; v < kVectors; ++v) value[v] = Load<kPart>(from + v * kNativeLanes, n);
 #pragma GCC unroll 8
     for (int j = 0; j < kRanks; ++j) {
       const NativeF32 factor = low[j] - NativeF32{};
-      sum[j][0] += factor * value[0];
-      sum[j][1] += factor * value[1];
+      for (int v = 0; v < kVectors; ++v) sum[j][v] += factor * value[v];
     }
   }
 #pragma GCC unroll 8
   for (int j = 0; j < kRanks; ++j) {
     float* to = piece.gradient + (rank + j) * piece.gradient_rank_stride + f;
-    if constexpr (kPart) {
-      Store<true>(to, n, sum[j][0]);
-      Store<true>(to + kNativeLanes, n - kNativeLanes, sum[j][1]);
-    } else {
-      Stream(to, sum[j][0]);
-      Stream(to + kNativeLanes, sum[j][1]);
-    }
+    for (int v = 0; v < kVectors; ++v) kPart ? Store<true>(to, n, sum[j][v]) : Stream(to + v * kNativeLanes, sum[j][v]);
   }
 }
 
@@ -244,8 +241,8 @@ inline void OuterAlong(const AlongFeaturesArgs& args) {
   for (const LowRankPiece& piece : args.pieces) {
     if (piece.gradient == nullptr) continue;
     InRuns<kTallTile>(piece.ranks, [&]<int kRanks>(std::int64_t rank) {
-      InPairsOfVectors(args.features, [&]<bool kPart>(std::int64_t f, std::int64_t n) {
-        OuterTile<T, kRanks, kPart>(args, piece, rank, f, n);
+      InVectors(args.features, [&]<int kVectors, bool kPart>(std::int64_t f, std::int64_t n) {
+        OuterTile<T, kRanks, kVectors, kPart>(args, piece, rank, f, n);
       });
     });
   }
@@ -257,9 +254,9 @@ inline void OuterAlongFeatures(const AlongFeaturesArgs& args) {
 }
 
 /// Experts, features and ranks that are transposed at a time.
-inline constexpr std::int64_t kSide = 16;
-/// Between the blocks [16 features][16 ranks] of experts: a line more than they have, for other sets of L1.
-inline constexpr std::int64_t kBlockPitch = kSide * kSide + kSide;
+inline constexpr std::int64_t kSide = kLowRankSide;
+/// Between the blocks [16 features][16 ranks] of experts.
+inline constexpr std::int64_t kBlockPitch = kLowRankBlockPitch;
 
 MOESAIC_INLINE std::int64_t AtMostSide(std::int64_t n) { return n < kSide ? n : kSide; }
 
@@ -269,7 +266,8 @@ MOESAIC_INLINE void TransposeInto(const float* in, std::int64_t in_pitch, std::i
   if (rows == kSide && columns == kSide) return Transpose16x16(in, in_pitch, out, out_pitch);
   alignas(64) float block[kSide * kSide] = {};
   for (std::int64_t i = 0; i < rows; ++i) {
-    std::memcpy(block + i * kSide, in + i * in_pitch, static_cast<std::size_t>(columns) * sizeof(float));
+    const auto bytes = static_cast<std::size_t>(columns) * sizeof(float);
+    std::memcpy(block + i * kSide, in + i * in_pitch, columns == kSide ? kSide * sizeof(float) : bytes);
   }
   Transpose16x16(block, kSide, out, out_pitch);
 }
@@ -284,9 +282,9 @@ MOESAIC_INLINE std::uint64_t GroupsWithRows(const AcrossExpertsArgs& args) {
 }
 MOESAIC_INLINE bool Has(std::uint64_t groups, std::int64_t expert) { return (groups >> expert / kSide & 1) != 0; }
 
-/// Brings lines of features [first, end) of such groups to L2 in the order of memory: transpositions take lines far from each
-/// other, and would wait for every one. The first features are read; the next are asked for while these are computed with, a
-/// few lines at a time, for many prefetches at once get lost. (Zen 4, one core, ns for a kilobyte of parameters: 92 by
+/// Brings lines of features [first, end) of such groups to L2, or nearer, in the order of memory: transpositions take lines far
+/// from each other, and would wait for every one. The first features are read; the next are asked for while these are computed
+/// with, a few lines at a time, for many prefetches at once get lost. (Zen 4, one core, ns for a kilobyte of parameters: 92 by
 /// transpositions alone, 52 after reading, 41 beside prefetches, and 83 after as many of these at once; 32 is what reading
 /// alone takes.)
 class FeatureLines {
@@ -481,10 +479,10 @@ inline void ContractAcross(const AcrossExpertsArgs& args) {
       }
       for (std::int64_t i = 0; i < width; ++i) {
         const LowRankRows& expert = args.experts[x + i];
-        next.Ask();
         alignas(64) RowsBlock values;
         LoadRows<T>(expert, args.first_feature + first, n, values);
         InBlocksOfRanks(args, [&](const LowRankPiece& piece, std::int64_t rank, std::int64_t ranks, float* blocks) {
+          next.Ask();
           float* block = blocks + (x + i) * kBlockPitch;
           const std::int64_t column = piece.first_rank + rank;
           if (expert.sums != nullptr) {

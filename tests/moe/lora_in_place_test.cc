@@ -44,6 +44,45 @@ TEST(LoraInPlace, ServesNoRanksThatWouldTakeMuchMemory) {
   EXPECT_TRUE(IsFaster(Rows(128, 4), 128));
 }
 
+ProblemSpec SmallSpec(const AdapterSpec& adapter) {
+  ProblemSpec spec;
+  spec.tokens = 24;
+  spec.experts = 20;
+  spec.top_k = 3;
+  spec.hidden = 96;
+  spec.intermediate = 64;
+  spec.adapters = {adapter};
+  return spec;
+}
+
+bool Serves(const AdapterSpec& adapter, std::int64_t previous = -1) {
+  const Problem problem(SmallSpec(adapter));
+  const LoraCall lora(problem.config(), {0, problem.spec.intermediate}, problem.lora, {});
+  const Job job{.expert = 3, .shard = 0, .begin = 0, .rows = 5, .previous = previous, .last = true};
+  return LoraInPlace::Serves(problem.config(), lora, {&job, 1});
+}
+
+TEST(LoraInPlace, ServesPeftsLayoutInFp32) {
+  EXPECT_TRUE(Serves({.gate_up = 5, .down = 7, .peft_strides = true}));
+  EXPECT_TRUE(Serves({.down = 7, .peft_strides = true}));
+  EXPECT_FALSE(Serves({.gate_up = 5, .down = 7})) << "B with ranks innermost";
+  EXPECT_FALSE(Serves({.gate_up = 5, .down = 7, .dtype = DType::kBFloat16, .peft_strides = true}));
+  EXPECT_FALSE(Serves({})) << "no adapters";
+  EXPECT_FALSE(Serves({.gate_up = 5, .peft_strides = true}, 0)) << "an expert with several jobs";
+}
+
+/// More experts or ranks than one sweep holds.
+TEST(LoraInPlace, MatchesReferenceInSeveralSweeps) {
+  Pool pool(2);
+  for (const auto& [experts, rank] : {std::pair<std::int64_t, std::int64_t>{300, 4}, {40, 256}}) {
+    ProblemSpec spec = SmallSpec({.gate_up = rank, .down = rank, .peft_strides = true});
+    spec.experts = experts;
+    spec.tokens = 48;
+    ASSERT_TRUE(IsFaster(Rows(experts, 2), rank));
+    ExpectMatchesReference(spec, pool);
+  }
+}
+
 /// Flops of each phase with adapters in it, of a forward and a backward.
 std::map<std::string, double> FlopsOfAdapters(const ProblemSpec& spec) {
   const Problem problem(spec);
@@ -66,13 +105,7 @@ std::map<std::string, double> FlopsOfAdapters(const ProblemSpec& spec) {
 }
 
 TEST(LoraInPlace, IsTheSameWorkAsPacked) {
-  ProblemSpec spec;
-  spec.tokens = 24;
-  spec.experts = 20;
-  spec.top_k = 3;
-  spec.hidden = 96;
-  spec.intermediate = 64;
-  spec.adapters = {{.gate_up = 5, .down = 7, .peft_strides = true}};
+  ProblemSpec spec = SmallSpec({.gate_up = 5, .down = 7, .peft_strides = true});
   std::vector<std::int64_t> rows = Rows(spec.experts, 0);
   const Problem problem(spec);
   for (std::int64_t t = 0; t < spec.tokens; ++t) {
