@@ -40,6 +40,19 @@ MOESAIC_INLINE void Store(BFloat16* p, NativeF32 v) {
   std::memcpy(p, &narrow, sizeof(narrow));
 #endif
 }
+/// a * b + c, rounded once where the machine can: the compiler would do so in some places and not in others.
+MOESAIC_INLINE NativeF32 MultiplyAdd(NativeF32 a, NativeF32 b, NativeF32 c) {
+#if defined(__AVX512F__)
+  return (NativeF32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (NativeF32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+/// (0 + x would be an addition: it turns -0 into 0.)
+MOESAIC_INLINE NativeF32 InAllLanes(float x) { return x - NativeF32{}; }
+
 MOESAIC_INLINE void Stream(float* p, NativeF32 v) {
 #if defined(__AVX512F__)
   StreamF32(p, v);
@@ -138,7 +151,7 @@ inline void ContractTile(const AlongFeaturesArgs& args, const LowRankPiece& piec
     for (int i = 0; i < kRows; ++i) {
       const NativeF32 value = Load<kPart>(rows[i] + f, n);
 #pragma GCC unroll 4
-      for (int j = 0; j < kRanks; ++j) sum[i][j] += value * factor[j];
+      for (int j = 0; j < kRanks; ++j) sum[i][j] = MultiplyAdd(value, factor[j], sum[i][j]);
     }
   };
   std::int64_t f = 0;
@@ -187,8 +200,8 @@ inline void ExpandTile(const Expansion<At>& by, const LowRankRows& expert, std::
       for (int v = 0; v < kVectors; ++v) factor[v] = Load<kPart>(at + v * kNativeLanes, n);
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
-        const NativeF32 scale = low[i * by.ranks + j] - NativeF32{};
-        for (int v = 0; v < kVectors; ++v) sum[i][v] += scale * factor[v];
+        const NativeF32 scale = InAllLanes(low[i * by.ranks + j]);
+        for (int v = 0; v < kVectors; ++v) sum[i][v] = MultiplyAdd(scale, factor[v], sum[i][v]);
       }
     }
   }
@@ -225,8 +238,8 @@ inline void OuterTile(const AlongFeaturesArgs& args, const LowRankPiece& piece, 
     for (int v = 0; v < kVectors; ++v) value[v] = Load<kPart>(from + v * kNativeLanes, n);
 #pragma GCC unroll 8
     for (int j = 0; j < kRanks; ++j) {
-      const NativeF32 factor = low[j] - NativeF32{};
-      for (int v = 0; v < kVectors; ++v) sum[j][v] += factor * value[v];
+      const NativeF32 factor = InAllLanes(low[j]);
+      for (int v = 0; v < kVectors; ++v) sum[j][v] = MultiplyAdd(factor, value[v], sum[j][v]);
     }
   }
 #pragma GCC unroll 8
@@ -404,7 +417,7 @@ struct Ranks {
   }
   MOESAIC_INLINE void Add(float factor, const Ranks& from) {
 #pragma GCC unroll 4
-    for (int k = 0; k < kVectors; ++k) v[k] += (factor - NativeF32{}) * from.v[k];
+    for (int k = 0; k < kVectors; ++k) v[k] = MultiplyAdd(InAllLanes(factor), from.v[k], v[k]);
   }
 };
 /// Of them, whose sums stay in registers.
