@@ -220,8 +220,8 @@ struct StoreRowsArgs {
   std::int64_t out_stride = 0;    ///< elements
 };
 
-/// One parameter of an adapter as it lies in memory, or a range of its features. Products with it are fp32: nothing is rounded,
-/// neither the parameter nor rows of activations.
+/// One parameter of an adapter as it lies in memory, fp32, or a range of its features. It is rounded to bf16 where it is
+/// multiplied, and so are rows of activations: products with packed adapters are the same.
 struct LowRankPiece {
   const float* parameter = nullptr;
   float* gradient = nullptr;                         ///< null: not wanted

@@ -35,6 +35,22 @@ MOESAIC_INLINE void Store(BFloat16* p, NativeF32 v) {
   std::memcpy(p, &narrow, sizeof(narrow));
 #endif
 }
+/// To bf16 and back.
+MOESAIC_INLINE NativeF32 Rounded(NativeF32 v) {
+#if defined(__AVX512F__)
+  return Widen(NarrowToBf16(v));
+#else
+  float values[kNativeLanes];
+  Store(values, v);
+  const NativeU32 bits = RoundToHigh(values) & 0xffff0000u;
+  std::memcpy(&v, &bits, sizeof(v));
+  return v;
+#endif
+}
+/// Operands are bf16, as in the products of tiles.
+MOESAIC_INLINE NativeF32 AsOperand(const float*, NativeF32 v) { return Rounded(v); }
+MOESAIC_INLINE NativeF32 AsOperand(const BFloat16*, NativeF32 v) { return v; }
+
 /// Past the caches, where the vector is aligned. StreamFence() comes before another thread may read it.
 MOESAIC_INLINE void Stream(float* p, NativeF32 v) {
 #if defined(__AVX512F__)
@@ -70,6 +86,10 @@ MOESAIC_INLINE NativeF32 Load(const T* p, std::int64_t n) {
   }
   return Load(part);
 #endif
+}
+template <bool kPart, typename T>
+MOESAIC_INLINE NativeF32 LoadOperand(const T* p, std::int64_t n) {
+  return AsOperand(p, Load<kPart>(p, n));
 }
 template <bool kPart, typename T>
 MOESAIC_INLINE void Store(T* p, std::int64_t n, NativeF32 v) {

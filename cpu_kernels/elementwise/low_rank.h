@@ -46,10 +46,10 @@ inline void ContractTile(const AlongFeaturesArgs& args, const LowRankPiece& piec
   const auto add = [&]<bool kPart>(std::int64_t f, std::int64_t n) MOESAIC_INLINE_LAMBDA {
     NativeF32 factor[kRanks];
 #pragma GCC unroll 4
-    for (int j = 0; j < kRanks; ++j) factor[j] = Load<kPart>(parameter + j * piece.rank_stride + f, n);
+    for (int j = 0; j < kRanks; ++j) factor[j] = LoadOperand<kPart>(parameter + j * piece.rank_stride + f, n);
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) {
-      const NativeF32 value = Load<kPart>(rows[i] + f, n);
+      const NativeF32 value = LoadOperand<kPart>(rows[i] + f, n);
 #pragma GCC unroll 4
       for (int j = 0; j < kRanks; ++j) sum[i][j] = MultiplyAdd(value, factor[j], sum[i][j]);
     }
@@ -97,7 +97,7 @@ inline void ExpandTile(const Expansion<At>& by, const LowRankRows& expert, std::
     for (std::int64_t j = 0; j < piece.ranks; ++j) {
       const float* at = by.at(piece, j) + f;
       NativeF32 factor[kVectors];
-      for (int v = 0; v < kVectors; ++v) factor[v] = Load<kPart>(at + v * kNativeLanes, n);
+      for (int v = 0; v < kVectors; ++v) factor[v] = LoadOperand<kPart>(at + v * kNativeLanes, n);
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         const NativeF32 scale = InAllLanes(low[i * by.ranks + j]);
@@ -135,7 +135,7 @@ inline void OuterTile(const AlongFeaturesArgs& args, const LowRankPiece& piece, 
     const float* low = args.expert.low + row * args.ranks + piece.first_rank + rank;
     const T* from = static_cast<const T*>(args.expert.rows[row]) + f;
     NativeF32 value[kVectors];
-    for (int v = 0; v < kVectors; ++v) value[v] = Load<kPart>(from + v * kNativeLanes, n);
+    for (int v = 0; v < kVectors; ++v) value[v] = LoadOperand<kPart>(from + v * kNativeLanes, n);
 #pragma GCC unroll 8
     for (int j = 0; j < kRanks; ++j) {
       const NativeF32 factor = InAllLanes(low[j]);
@@ -332,7 +332,7 @@ inline void LoadRows(const LowRankRows& expert, std::int64_t first, std::int64_t
     const T* row = static_cast<const T*>(expert.rows[i]) + first;
 #pragma GCC unroll 4
     for (int k = 0; k < kSide; k += kNativeLanes) {
-      Store(values[i] + k, n == kSide ? Load(row + k) : Load<true>(row + k, n - k));
+      Store(values[i] + k, AsOperand(row, n == kSide ? Load(row + k) : Load<true>(row + k, n - k)));
     }
   }
 }
@@ -345,7 +345,8 @@ MOESAIC_INLINE void AddSums(const float (*values)[kSide], const float* block, st
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) sum[i] = Ranks::From(sums + i * pitch, ranks);
   for (std::int64_t f = 0; f < n; ++f) {
-    const Ranks parameter = Ranks::From(block + f * kSide, kSide);
+    Ranks parameter = Ranks::From(block + f * kSide, kSide);
+    for (NativeF32& v : parameter.v) v = Rounded(v);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) sum[i].Add(values[i][f], parameter);
   }

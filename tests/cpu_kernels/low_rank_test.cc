@@ -307,28 +307,28 @@ TEST_P(LowRankTest, NoBitDependsOnTheRest) {
   }
 }
 
-/// Nothing is rounded on the way: neither parameters nor rows in fp32.
-TEST_P(LowRankTest, KeepsFp32) {
-  const float third = 1.0f / 3.0f;
+/// Parameters and rows are rounded to bf16, and nothing else.
+TEST_P(LowRankTest, RoundsOperands) {
+  const float third = 1.0f / 3.0f, rounded = ToFloat(ToBFloat16(third));
   const LowRankPiece piece{&third, nullptr, 1, 1, 0, 0, 0, 1};
-  const float value = 1.0f / 7.0f;
+  const float value = 1.0f / 7.0f, product = rounded * ToFloat(ToBFloat16(value));
   const void* row = &value;
   float sum = 0.0f, low = 1.0f, expanded = 0.0f;
   void* out = &expanded;
   const LowRankRows rows{1, &row, &out, &low, &sum};
   AlongFeaturesArgs along{{&piece, 1}, rows, 1, 1, DType::kFloat32};
   tier_->contract_along_features(along);
-  EXPECT_EQ(sum, third * value);
+  EXPECT_EQ(sum, product);
   tier_->expand_along_features(along);
-  EXPECT_EQ(expanded, third);
+  EXPECT_EQ(expanded, rounded);
   sum = 0.0f;
   expanded = 0.0f;
   const PoisonedBuffer scratch(4 * AcrossExpertsScratch(1, 1, 1));
   const AcrossExpertsArgs across{{&piece, 1}, {&rows, 1}, 1, 0, 1, DType::kFloat32, scratch.As<float>()};
   tier_->contract_across_experts(across);
-  EXPECT_EQ(sum, third * value);
+  EXPECT_EQ(sum, product);
   tier_->expand_across_experts(across);
-  EXPECT_EQ(expanded, third);
+  EXPECT_EQ(expanded, rounded);
 }
 
 /// What is not a number stays one, and touches nobody else's sums.
