@@ -24,8 +24,7 @@ struct GemmSegment {
 };
 
 /// What a GEMM brings to the L2 cache while it computes: the weights that the next call begins with, a cell's panels of them at
-/// its end, and `lines` cache lines from each of `others` on. Nothing where the pointers are null. A hint: AMX leaves weights
-/// alone that it meets once, with one panel of activations.
+/// its end, and `lines` cache lines from each of `others` on. Nothing where the pointers are null.
 struct PrefetchRange {
   TileMatrix weights;
   std::int64_t first_panel = 0;

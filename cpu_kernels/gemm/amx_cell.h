@@ -52,13 +52,13 @@ struct AmxCell {
     for (int r = 0; r < count; ++r) {
       const CellRun& run = runs[r];
       steps.NextRun();
-      const BFloat16 *a0 = run.a[0], *a1 = run.a[1], *b0 = run.b[0], *b1 = run.b[1];
-      // In registers: the tile instructions tell the compiler that any memory may have changed.
-      const std::int64_t a_stride = run.a_stride, b_stride = run.b_stride;
-      for (std::int64_t left = run.length; left > 0; --left) {
+      // One counter to zero: with a pointer and a count for each factor some of them would be stored at each step.
+      const std::int64_t a_stride = run.a_stride, b_stride = run.b_stride, b_size = run.length * b_stride;
+      const BFloat16 *a0 = run.a[0], *a1 = run.a[1], *b0_end = run.b[0] + b_size, *b1_end = run.b[1] + b_size;
+      for (std::int64_t b = -b_size; b < 0; b += b_stride) {
         LoadFactor<4, kLeftPasses>(tiles, a0);
         if constexpr (NA == 2 && NB == 2) LoadFactor<5, kLeftPasses>(tiles, a1);
-        LoadFactor<6, kRightPasses>(tiles, b0);
+        LoadFactor<6, kRightPasses>(tiles, b0_end + b);
         tiles.template MultiplyAdd<0, 4, 6>();
         if constexpr (NA == 2 && NB == 1) {
           LoadFactor<4, kLeftPasses>(tiles, a1);
@@ -66,14 +66,12 @@ struct AmxCell {
         }
         if constexpr (NA == 2 && NB == 2) tiles.template MultiplyAdd<2, 5, 6>();
         if constexpr (NB == 2) {
-          LoadFactor<6, kRightPasses>(tiles, b1);
+          LoadFactor<6, kRightPasses>(tiles, b1_end + b);
           tiles.template MultiplyAdd<1, 4, 6>();
           if constexpr (NA == 2) tiles.template MultiplyAdd<3, 5, 6>();
         }
         a0 += a_stride;
-        b0 += b_stride;
         if constexpr (NA == 2) a1 += a_stride;
-        if constexpr (NB == 2) b1 += b_stride;
         steps.Next();
       }
     }

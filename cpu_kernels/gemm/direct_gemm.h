@@ -140,9 +140,9 @@ void DirectGemm(const DirectGemmArgs& args) {
   const bool sliced = Cell::kSliceTiles > 0 && args.activation_panels > Cell::kMaxB && args.panels > 1;
   const int nb_most = sliced ? 1 : Cell::kMaxB;
   const std::int64_t passes = CeilDiv(args.activation_panels, nb_most);
-  // Tile loads that meet weights once: these need be no more than a superblock ahead, and with a single panel of activations
-  // the loads bring memory at its full rate by themselves.
-  const bool once = Cell::kVectorsIdle && passes == 1, alone = once && args.activation_panels == 1;
+  // Tile loads that meet weights once: these need be no more than a superblock ahead. (Without prefetches, with a single panel
+  // of activations too, 16 threads take a tenth longer.)
+  const bool once = Cell::kVectorsIdle && passes == 1;
   const std::int64_t columns_ahead = sliced ? Cell::kSliceTiles : once ? kSuperblock : kMaxRuns * kSuperblock;
   DirectSlices slice(args.segments, sliced ? Cell::kSliceTiles : 0);
   std::int64_t pieces = 0;
@@ -156,9 +156,10 @@ void DirectGemm(const DirectGemmArgs& args) {
     for (std::int64_t p = 0; p < args.panels; p += Cell::kMaxA) {
       const int na = Least(Cell::kMaxA, args.panels - p);
       const bool last = p + na == args.panels;
-      WeightsAhead rest, ahead;
-      if (!alone) ahead = PieceAhead(args, last ? next.parts() : slice.parts(), last ? 0 : p + na, Cell::kMaxA, columns_ahead);
-      if (once && !alone) {
+      WeightsAhead rest;
+      const WeightsAhead ahead =
+          PieceAhead(args, last ? next.parts() : slice.parts(), last ? 0 : p + na, Cell::kMaxA, columns_ahead);
+      if (once) {
         const SlicePart& part = slice.parts()[0];
         rest = {&part.segment->weights, args.first_panel + p, na, part.begin + kSuperblock,
                 part.end - part.begin - kSuperblock};

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <utility>
 
@@ -127,9 +128,12 @@ class ColumnTiles {
   TileRun run_{};
 };
 
-/// Brings stored tiles to L2 in the order of the columns, as many at a time as take turns: each lies in a page of its own.
+/// Brings stored tiles to L2 in the order of the columns, sixteen at a time in turns (LinesInTurn says why): each lies in a
+/// page of its own.
 class TilesAhead {
  public:
+  static constexpr std::int64_t kLine = LinesInTurn::kLine, kLinesOfTile = kTileElements / kLine;
+
   /// @param from  the first column, or slice of one
   TilesAhead(const UnpackGemmArgs& args, const ColumnOrder& from) : args_(args), at_(from), tiles_(args, from) {
     BeginColumn();
@@ -138,21 +142,44 @@ class TilesAhead {
   TilesAhead(const TilesAhead&) = delete;
   TilesAhead& operator=(const TilesAhead&) = delete;
 
-  MOESAIC_INLINE void Step(std::int64_t lines) {
-    LinesInTurn::Walk walk = walk_;
-    for (std::int64_t i = 0; i < lines; ++i) {
-      while (!walk.Prefetch()) [[unlikely]] {
-        if (!NextTiles()) return;
-        walk = walk_;
+  /// So many lines more than before may be prefetched. What is begun with the last of them is finished: it is taken off the
+  /// next.
+  void Allow(std::int64_t lines) { allowed_ += lines; }
+
+  /// The way on. What changes stays in registers as long as it lives.
+  class Steps {
+   public:
+    MOESAIC_INLINE explicit Steps(TilesAhead& ahead) : ahead_(ahead), line_(ahead.line_) {}
+    MOESAIC_INLINE ~Steps() { ahead_.line_ = line_; }
+    Steps(const Steps&) = delete;
+    Steps& operator=(const Steps&) = delete;
+
+    /// False: no more are allowed, or there are none.
+    MOESAIC_INLINE bool Next(std::int64_t lines) {
+      for (; lines > 0; --lines) {
+        if (line_ == 0) [[unlikely]] {
+          if (!ahead_.NextTiles()) return false;
+          line_ = -kTiles * kLinesOfTile;
+        }
+        __builtin_prefetch(ahead_.ends_[line_ & (kTiles - 1)] + (line_ >> kLogTiles) * kLine, 0, 2);
+        ++line_;
       }
+      return true;
     }
-    walk_ = walk;
-  }
+
+   private:
+    TilesAhead& ahead_;
+    std::int64_t line_;
+  };
 
  private:
+  static constexpr int kLogTiles = 4;
+  static constexpr std::int64_t kTiles = 1 << kLogTiles;
+
   [[gnu::noinline, gnu::cold]] bool NextTiles() {
-    lines_.Begin(kTileElements);
-    while (lines_.count() < LinesInTurn::kMost && !at_.done()) {
+    if (allowed_ <= 0) return false;
+    int count = 0;
+    while (count < kTiles && !at_.done()) {
       if (left_ == 0) {
         at_.Next();
         BeginColumn();
@@ -160,10 +187,12 @@ class TilesAhead {
       }
       --left_;
       const BFloat16* tile = tiles_.Next(nullptr);
-      if (tile != nullptr) lines_.Add(tile);
+      if (tile != nullptr) ends_[count++] = tile + kTileElements;
     }
-    walk_ = lines_.count() > 0 ? LinesInTurn::Walk(lines_) : LinesInTurn::Walk();
-    return lines_.count() > 0;
+    if (count == 0) return false;
+    allowed_ -= count * kLinesOfTile;
+    for (int t = count; t < kTiles; ++t) ends_[t] = ends_[0];
+    return true;
   }
 
   void BeginColumn() {
@@ -174,37 +203,57 @@ class TilesAhead {
   const UnpackGemmArgs& args_;
   ColumnOrder at_;
   ColumnTiles tiles_;
-  std::int64_t left_ = 0;
-  LinesInTurn lines_;
-  LinesInTurn::Walk walk_;
+  std::int64_t left_ = 0, allowed_ = 0;
+  std::int64_t line_ = 0;  ///< of all tiles in turns, up to 0: the next one
+  const BFloat16* ends_[kTiles];
 };
 
 /// Lays a slice of one tile column of the weights out as two panels of right tiles, `low` for its columns 0..15 and `high`
-/// for 16..31, a tile now and then between the runs of other cells, and prefetches as much of what comes after it. (A share of
-/// the next two, four or eight columns instead, to read memory in longer runs, was no faster at any number of rows.)
+/// for 16..31, a tile now and then between the runs of other cells, and prefetches as much of what comes after it, some lines
+/// at each of their steps. (All lines of a tile where one is unpacked: up to 3% slower. A share of the next two, four or eight
+/// columns instead, to read memory in longer runs, was no faster at any number of rows.)
 class ColumnUnpacker {
  public:
   static constexpr Passing kPassing = Passing::kLeft;
 
   /// @param at  nothing to do where it is done
-  /// @param runs  of the cells meanwhile
-  ColumnUnpacker(const UnpackGemmArgs& args, const ColumnOrder& at, std::int64_t runs, BFloat16* right, TilesAhead& ahead)
+  /// @param runs, steps  of the cells meanwhile
+  ColumnUnpacker(const UnpackGemmArgs& args, const ColumnOrder& at, std::int64_t runs, std::int64_t steps, BFloat16* right,
+                 TilesAhead& ahead)
       : tiles_(args, at),
         ahead_(ahead),
         low_(right),
         high_(right + at.slice().size() * kTileElements),
         left_(at.done() ? 0 : 2 * at.slice().size()),
-        per_1024_runs_(CeilDiv(1024 * left_, runs > 0 ? runs : 1)) {}
+        per_1024_runs_(CeilDiv(1024 * left_, runs > 0 ? runs : 1)),
+        lines_per_step_(CeilDiv(left_ * TilesAhead::kLinesOfTile, steps > 0 ? steps : 1)) {
+    ahead.Allow(left_ * TilesAhead::kLinesOfTile);
+  }
 
-  struct Steps {
-    MOESAIC_INLINE explicit Steps(ColumnUnpacker& unpacker) : unpacker(unpacker) {}
-    MOESAIC_INLINE void NextRun() { unpacker.NextRun(); }
-    MOESAIC_INLINE void Next() {}
-    ColumnUnpacker& unpacker;
+  class Steps {
+   public:
+    MOESAIC_INLINE explicit Steps(ColumnUnpacker& unpacker)
+        : unpacker_(unpacker), ahead_(unpacker.ahead_), lines_(unpacker.lines_per_step_) {}
+    Steps(const Steps&) = delete;
+    Steps& operator=(const Steps&) = delete;
+
+    MOESAIC_INLINE void NextRun() { unpacker_.NextRun(); }
+    MOESAIC_INLINE void Next() {
+      if (!ahead_.Next(lines_)) [[unlikely]]
+        unpacker_.lines_per_step_ = lines_ = 0;
+    }
+
+   private:
+    ColumnUnpacker& unpacker_;
+    TilesAhead::Steps ahead_;
+    std::int64_t lines_;
   };
 
   void Finish() {
     while (left_ > 0) Tile();
+    TilesAhead::Steps ahead(ahead_);
+    while (ahead.Next(TilesAhead::kLinesOfTile)) {
+    }
   }
 
  private:
@@ -219,14 +268,13 @@ class ColumnUnpacker {
     low_ += kTileElements / 2;
     high_ += kTileElements / 2;
     --left_;
-    ahead_.Step(kTileElements / LinesInTurn::kLine);
   }
 
   ColumnTiles tiles_;
   TilesAhead& ahead_;
   BFloat16* low_;
   BFloat16* high_;
-  std::int64_t left_, per_1024_runs_, credit_ = 0;
+  std::int64_t left_, per_1024_runs_, credit_ = 0, lines_per_step_;
   alignas(64) BFloat16 decoded_[kTileElements];
 };
 
@@ -240,16 +288,17 @@ int UnpackPanels(const ColumnOrder& at) {
 }
 
 /// Rows of C on their way to where the caller wants them, where the vector units are idle: those of one cell, written while the
-/// next one computes, some at each step, or behind the last one. (Loads right behind the tile stores wait for these, and many
-/// streamed lines at once for each other: a tenth of all products.)
+/// next one computes, a share before each of its runs, or behind the last one. (Loads right behind the tile stores wait for
+/// these, and many streamed lines at once for each other: a tenth of all products. Some at each step would keep what the
+/// prefetches need out of the registers.)
 template <class Aside>
 class RowsBehind {
  public:
   static constexpr Passing kPassing = Aside::kPassing;
 
   /// @param column  of C, elements, where the rows begin
-  /// @param steps  of a cell
-  RowsBehind(Aside& aside, std::int64_t column, std::int64_t steps) : aside_(aside), column_(column), steps_(steps) {}
+  /// @param runs  of a cell
+  RowsBehind(Aside& aside, std::int64_t column, std::int64_t runs) : aside_(aside), column_(column), runs_(runs) {}
 
   /// Rows of the cell that was computed last. Those of the one before have been written.
   void Begin(const float* c, std::int64_t ldc, std::int64_t rows, BFloat16* const* out) {
@@ -257,45 +306,38 @@ class RowsBehind {
     ldc_ = ldc;
     out_ = out;
     left_ = rows;
-    per_step_ = CeilDiv(rows, steps_);
+    per_run_ = CeilDiv(rows, runs_);
   }
 
-  void Finish() {
-    ScatterRows(c_, ldc_, static_cast<int>(left_), kTileColumns, out_, column_);
-    left_ = 0;
-  }
+  void Finish() { Write(left_); }
 
   class Steps {
    public:
-    MOESAIC_INLINE explicit Steps(RowsBehind& rows)
-        : rows_(rows), aside_(rows.aside_), c_(rows.c_), out_(rows.out_), ldc_(rows.ldc_), left_(rows.left_) {}
-    MOESAIC_INLINE ~Steps() {
-      rows_.c_ = c_;
-      rows_.out_ = out_;
-      rows_.left_ = left_;
-    }
+    MOESAIC_INLINE explicit Steps(RowsBehind& rows) : rows_(rows), aside_(rows.aside_) {}
     Steps(const Steps&) = delete;
     Steps& operator=(const Steps&) = delete;
 
-    MOESAIC_INLINE void NextRun() { aside_.NextRun(); }
-    MOESAIC_INLINE void Next() {
-      aside_.Next();
-      const std::int64_t rows = left_ < rows_.per_step_ ? left_ : rows_.per_step_;
-      for (std::int64_t i = 0; i < rows; ++i, c_ += ldc_, ++out_) ScatterRows(c_, 0, 1, kTileColumns, out_, rows_.column_);
-      left_ -= rows;
+    MOESAIC_INLINE void NextRun() {
+      if (rows_.left_ > 0) rows_.Write(rows_.left_ < rows_.per_run_ ? rows_.left_ : rows_.per_run_);
+      aside_.NextRun();
     }
+    MOESAIC_INLINE void Next() { aside_.Next(); }
 
    private:
     RowsBehind& rows_;
     typename Aside::Steps aside_;
-    const float* c_;
-    BFloat16* const* out_;
-    std::int64_t ldc_, left_;
   };
 
  private:
+  [[gnu::noinline]] void Write(std::int64_t rows) {
+    ScatterRows(c_, ldc_, static_cast<int>(rows), kTileColumns, out_, column_);
+    c_ += rows * ldc_;
+    out_ += rows;
+    left_ -= rows;
+  }
+
   Aside& aside_;
-  std::int64_t column_, steps_, per_step_ = 0;
+  std::int64_t column_, runs_, per_run_ = 0;
   const float* c_ = nullptr;
   BFloat16* const* out_ = nullptr;
   std::int64_t ldc_ = 0, left_ = 0;
@@ -330,7 +372,7 @@ void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const BFl
   const std::int64_t ldc = in_c ? args.ldc : kTileColumns;
   // Where C keeps no sums: those of this cell, and of the one before, on their way to the rows.
   alignas(64) float blocks[2][Cell::kMaxA * kPanelRows * kTileColumns];
-  RowsBehind<Aside> behind(aside, at.column() * kTileColumns, slice.size());
+  RowsBehind<Aside> behind(aside, at.column() * kTileColumns, count);
   for (std::int64_t p = 0; p < args.panels; p += na_most) {
     const int na = Least(na_most, args.panels - p);
     float* c = in_c ? args.c + p * kPanelRows * ldc + offset * kTileColumns : blocks[p / na_most % 2];
@@ -364,7 +406,8 @@ class UnpackRing {
   /// @param args  without depth
   explicit UnpackRing(const UnpackGemmArgs& args)
       : args_(args), at_(args), tiles_(args, at_), ahead_(args, at_), left_(at_.done() ? 0 : at_.depth()) {
-    ahead_.Step(kLinesAhead);
+    ahead_.Allow(std::numeric_limits<std::int64_t>::max());
+    TilesAhead::Steps(ahead_).Next(kLinesAhead);
     for (int i = 0; i < kLead; ++i) Step();
   }
 
@@ -389,7 +432,7 @@ class UnpackRing {
     for (std::int64_t half = 0; half < kTileElements; half += kTileElements / 2) {
       InterleaveRowPairs<kPanelRows / 2>(tiles_.Next(decoded_), low + half, high + half);
     }
-    ahead_.Step(2 * kTileElements / LinesInTurn::kLine);
+    TilesAhead::Steps(ahead_).Next(2 * TilesAhead::kLinesOfTile);
     written_ = (written_ + 1) % kPairs;
     if (--left_ == 0) NextColumn();
   }
@@ -471,14 +514,14 @@ void UnpackGemm(const UnpackGemmArgs& args) {
   BFloat16* right = args.scratch;
   BFloat16* next_right = right + 2 * now.most_tiles() * kTileElements;
   TilesAhead tiles_ahead(args, next);
-  ColumnUnpacker(args, now, 1, right, tiles_ahead).Finish();
+  ColumnUnpacker(args, now, 1, 1, right, tiles_ahead).Finish();
   for (; !now.done(); now = next, next.Next(), std::swap(right, next_right)) {
     // One or two tiles beside each cell: before its only run. With few panels there are more, each between two runs.
     const std::int64_t steps = now.slice().size(), passes = CeilDiv(args.panels, UnpackPanels<Cell>(now));
     const std::int64_t tiles = next.done() ? 0 : 2 * next.slice().size(), shortest = CeilDiv(steps, kMostUnpackRuns);
     std::int64_t run_length = tiles > 2 * passes ? steps * passes / tiles : steps;
     if (run_length < shortest) run_length = shortest;
-    ColumnUnpacker unpacker(args, next, passes * CeilDiv(steps, run_length), next_right, tiles_ahead);
+    ColumnUnpacker unpacker(args, next, passes * CeilDiv(steps, run_length), passes * steps, next_right, tiles_ahead);
     if constexpr (Cell::kVectorsIdle) {
       UnpackedColumn<Cell>(args, now, right, run_length, unpacker);
     } else {
