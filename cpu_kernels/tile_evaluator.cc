@@ -35,8 +35,8 @@ std::int64_t ChunkRows(std::int64_t hidden, std::int64_t intermediate) {
   return std::clamp<std::int64_t>(most, std::clamp<std::int64_t>(least, 32, 128), kMaxChunkRows);
 }
 
-std::int64_t PartsForThreads(std::int64_t pieces, int threads) {
-  return CeilDivide(std::int64_t{3} * threads, std::max<std::int64_t>(1, pieces));
+std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t tasks_of_thread) {
+  return CeilDivide(tasks_of_thread * threads, std::max<std::int64_t>(1, pieces));
 }
 
 std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t panels, std::int64_t l2_bytes) {
@@ -45,18 +45,22 @@ std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t pane
   return std::max<std::int64_t>(8, l2_bytes / 4096 / panels / 8 * 8);
 }
 
+std::int64_t TokensPerMerge(std::int64_t tokens, int threads) {
+  return std::clamp<std::int64_t>(CeilDivide(tokens, std::int64_t{4} * threads), 1, 32);
+}
+
 Blocking ChooseBlocking(const BlockingQuery& query) {
   if (g_forced != nullptr) return *g_forced;
   Blocking blocking;
   // With many jobs each stays whole on one core, whose cache then holds its activations.
   const std::int64_t in_flight = query.slots < query.threads ? std::min(query.slots, query.jobs) : query.jobs;
-  const std::int64_t tasks = PartsForThreads(in_flight, query.threads);
+  const std::int64_t tasks = PartsForThreads(in_flight, query.threads, kLayerTasksOfThread);
   const std::int64_t units = CeilDivide(query.intermediate, kIntermediateUnit);
   const std::int64_t columns = CeilDivide(query.hidden, 32);
   blocking.intermediate_units_per_task = CeilDivide(units, std::min(units, query.threads == 1 ? 1 : tasks));
   // Superblocks of weights are 8 columns wide: a narrower task would read them in pieces.
   blocking.hidden_columns_per_task = std::min(columns, CeilDivide(CeilDivide(columns, query.threads == 1 ? 1 : tasks), 8) * 8);
-  blocking.tokens_per_merge = 32;
+  blocking.tokens_per_merge = TokensPerMerge(query.tokens, query.threads);
   // Every step is timed: four blocks together open a quarter of the ranges.
   const std::int64_t step_bytes = query.matrix_unit ? kMostStepBytes : kStepBytes;
   blocking.blocks_per_step = std::clamp<std::int64_t>(step_bytes / (256 * std::max<std::int64_t>(query.rows, 1)), 1, 4);

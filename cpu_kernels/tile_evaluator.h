@@ -37,6 +37,7 @@ struct BlockingQuery {
   int threads = 1;
   std::int64_t slots = std::numeric_limits<std::int64_t>::max();  ///< jobs that fit the scratch memory at a time
   bool matrix_unit = false;  ///< products of tiles (KernelTier::unpack_overlaps), whose factors must come from near caches
+  std::int64_t tokens = 0;   ///< T
 };
 
 struct Blocking {
@@ -52,9 +53,13 @@ struct Blocking {
                                   ///< 8; 0: all
 };
 
-/// Parts into which each of `pieces` of work is cut for `threads` threads: three tasks a thread, enough that the last ones do
-/// not leave cores idle. One where the pieces are so many already.
-std::int64_t PartsForThreads(std::int64_t pieces, int threads);
+/// Parts into which each of `pieces` of work is cut for `threads` threads: so many tasks a thread that the last ones do not
+/// leave cores idle, three in a single product. One where the pieces are so many already.
+std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t tasks_of_thread = 3);
+
+/// In a layer each stage of a job waits for the last task of the one before. (8 experts on 16 threads, which are not equally
+/// fast: with three tasks a thread a forward and backward take a tenth longer. Two threads: no difference.)
+inline constexpr std::int64_t kLayerTasksOfThread = 6;
 
 /// Parameters of adapters, or of their gradients, that are worth a task: some 25 us of one core's share of the memory's
 /// bandwidth.
@@ -76,6 +81,9 @@ inline constexpr std::int64_t kMostGradientColumns = 16, kGradientBytes = std::i
 /// activations, 1 KB for a panel and a tile, stay in a quarter of L2 while the weights of a superblock of columns pass by;
 /// contractions whose activations stay in half of it are not cut.
 std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t panels, std::int64_t l2_bytes);
+
+/// Blocking::tokens_per_merge for so many tokens: four tasks a thread, of at most 32 tokens.
+std::int64_t TokensPerMerge(std::int64_t tokens, int threads);
 
 Blocking ChooseBlocking(const BlockingQuery& query);
 

@@ -120,6 +120,7 @@ void Pass::Allocate(std::int64_t job_bytes) {
   query.rows = most_rows;
   query.hidden = config.hidden_size;
   query.intermediate = LargestShard(shards);
+  query.tokens = tokens;
   query.threads = threads;
   query.matrix_unit = kernels.unpack_overlaps;
   const std::int64_t lora_bytes = in_place ? BindLow() : lora.any() ? BindLora() : 0;

@@ -34,6 +34,19 @@ TEST(TileEvaluator, BlockingIsLegalForAnyCall) {
   }
 }
 
+TEST(TileEvaluator, MergesAreTasksForAllThreads) {
+  for (const int threads : {1, 2, 16, 4096}) {
+    for (const std::int64_t tokens : {0, 1, 15, 16, 128, 4096}) {
+      const std::int64_t of_task = TokensPerMerge(tokens, threads);
+      EXPECT_GE(of_task, 1);
+      EXPECT_LE(of_task, 32);
+      EXPECT_TRUE(of_task == 1 || of_task == 32 || 3 * threads * of_task <= tokens + 3 * threads);
+      EXPECT_EQ(ChooseBlocking({4, 64, 2048, 768, threads, 4, false, tokens}).tokens_per_merge, of_task);
+    }
+  }
+  EXPECT_EQ(TokensPerMerge(128, 16), 2);
+}
+
 TEST(TileEvaluator, LongContractionsAreCutSoThatASliceStaysInCache) {
   constexpr std::int64_t kL2 = 2 << 20;
   EXPECT_EQ(UnpackSlice(false, 64, 16, kL2), 0);  // 1 MB: half of it

@@ -393,6 +393,9 @@ def chunk_rows(hidden: int, intermediate: int) -> int:
 def choose_blocking(jobs: int, hidden: int, intermediate: int, threads: int, slots: int) -> tuple[int, int, int, int]:
     """Units of 128 rows of I and tile columns of H of a task; the last jobs, cut finer, and how many times finer."""
 
+def tokens_per_merge(tokens: int, threads: int) -> int:
+    """Tokens that one task of a merge adds up; cpu_kernels/tile_evaluator.h."""
+
 def unpack_slice(matrix_unit: bool, tiles: int, panels: int, l2_bytes: int) -> int:
     """Right tiles of a slice of the unpack form's contraction, 0: all; cpu_kernels/tile_evaluator.h."""
 

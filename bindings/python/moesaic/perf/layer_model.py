@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from moesaic import _core
 from moesaic.perf.fields import whole
 from moesaic.perf.layer_plan import (
-    TOKENS_PER_MERGE,
     Cut,
     Job,
     JobCut,
@@ -178,7 +177,9 @@ class LayerModel:
         for phase, work in _outside_jobs(shape, rows, shards, backward=backward, in_place=in_place):
             ms = rates.thread_ms(work)
             phases[phase] = phases.get(phase, 0.0) + ms
-            tasks = ceil_div(sum(rows) // shape.top_k, TOKENS_PER_MERGE) if phase.startswith("merge") else threads
+            tokens = sum(rows) // shape.top_k
+            merges = ceil_div(tokens, _core.tokens_per_merge(tokens, threads))
+            tasks = merges if phase.startswith("merge") else threads
             wall += ms * ceil_div(max(tasks, 1), threads) / max(tasks, 1)
             busy += ms
         serial = rates.thread_ms({"slot": sum(rows)})

@@ -21,7 +21,6 @@ __all__ = ["Cut", "Job", "JobCut", "Schedule", "Stage", "cut_jobs", "run_jobs"]
 
 _TILE_COLUMNS = 32
 _INTERMEDIATE_UNIT = 128
-TOKENS_PER_MERGE = 32
 
 
 def ceil_div(a: int, b: int) -> int:
