@@ -222,6 +222,20 @@ def test_this_host_is_measured_once(tmp_path, monkeypatch, here):
     assert Machine.here() == here and len(calls) == 2
 
 
+@pytest.mark.parametrize(("now", "times"), [(1.0, 1), (1.1, 1), (0.87, 1), (1.2, 2), (0.6, 2)])
+def test_this_host_is_measured_anew_where_its_memory_is_another(tmp_path, monkeypatch, here, now, times):
+    monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path))
+    calls = []
+    monkeypatch.setattr(Machine, "measure", classmethod(lambda cls, progress=None: calls.append(1) or here))
+    monkeypatch.setattr(measure, "memory_gbps", lambda threads: now * here.dram_gbps[threads])
+    assert Machine.here_now() == here and len(calls) == times
+    assert Machine.load(next(tmp_path.glob("machine-*.json"))) == here
+
+
+def test_what_the_memory_gives_just_now():
+    assert 0.1 < measure.memory_gbps(1) < 10_000
+
+
 @pytest.mark.parametrize(
     ("told", "really", "held"),
     [
