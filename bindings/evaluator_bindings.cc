@@ -68,7 +68,10 @@ MachineModel MachineOf(const py::dict& figures) {
   kernel.overlap = Field<double>(figures, "overlap");
   kernel.unpack_overlap = Field<double>(figures, "unpack_overlap");
   kernel.pack_gbps = Field<double>(figures, "pack_gbps");
-  for (const auto& [name, by_threads] : {std::pair("direct_gbps", &kernel.direct_gbps), {"unpack_gbps", &kernel.unpack_gbps}}) {
+  for (const auto& [name, by_threads] : {std::pair("direct_gbps", &kernel.direct_gbps),
+                                         {"unpack_gbps", &kernel.unpack_gbps},
+                                         {"few_direct_gbps", &kernel.few_direct_gbps},
+                                         {"few_unpack_gbps", &kernel.few_unpack_gbps}}) {
     *by_threads = Field<std::vector<double>>(figures, name);
     if (by_threads->size() != static_cast<std::size_t>(machine.threads)) {
       throw std::invalid_argument(std::string("figure ") + name + " has " + std::to_string(by_threads->size()) +

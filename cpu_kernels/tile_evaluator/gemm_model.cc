@@ -395,12 +395,13 @@ double& PartOf(std::array<double, kGemmParts>& parts, GemmPart part) { return pa
 /// tasks fewer than threads leave more of the memory to each other.
 double MemoryGbps(const GemmProblem& problem, const MachineModel& machine, double tasks, bool few) {
   const KernelFigures& kernel = machine.kernel;
-  const double all = few || problem.form == GemmForm::kGradient ? machine.gbps[3]
-                     : problem.form == GemmForm::kDirect        ? kernel.direct_gbps.back()
-                                                                : kernel.unpack_gbps.back();
+  const bool unpack = problem.form == GemmForm::kUnpack;
+  const std::vector<double>& by_threads = few      ? (unpack ? kernel.few_unpack_gbps : kernel.few_direct_gbps)
+                                          : unpack ? kernel.unpack_gbps
+                                                   : kernel.direct_gbps;
+  const double all = problem.form == GemmForm::kGradient ? machine.gbps[3] : by_threads.back();
   const double threads = machine.threads;
   if (tasks >= threads) return all;
-  const auto& by_threads = problem.form == GemmForm::kUnpack ? kernel.unpack_gbps : kernel.direct_gbps;
   const double some = std::min(by_threads[static_cast<std::size_t>(tasks) - 1], all);
   return std::max(some * threads / tasks, all);
 }

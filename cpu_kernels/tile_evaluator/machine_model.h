@@ -37,6 +37,8 @@ struct KernelFigures {
   double pack_gbps = 0;       ///< rows become tiles, bytes of bf16 written by one thread
   /// Rates at which 1, 2, ... and all threads together take weights from memory, the others leaving it alone.
   std::vector<double> direct_gbps, unpack_gbps;
+  /// The same of the forms for few rows.
+  std::vector<double> few_direct_gbps, few_unpack_gbps;
 };
 
 /// A machine as `threads` threads see it. Rates are those of all threads together.

@@ -131,19 +131,20 @@ class Call {
     }
   }
 
-  /// All of it as the engine does: two panels at a time, with the next two prefetched; or all tile columns, in its slices.
+  /// All of it as the engine does: two panels at a time, with few rows a superblock of them, with the next ones prefetched; or
+  /// all tile columns, in its slices.
   void RunStreaming() {
     if (!direct_) return Run();
-    const std::int64_t panels = segment_.weights.panels;
-    for (std::int64_t panel = 0; panel < panels; panel += 2) {
+    const std::int64_t panels = segment_.weights.panels, step = few_rows_ > 0 ? kSuperblock : 2;
+    for (std::int64_t panel = 0; panel < panels; panel += step) {
       PrefetchRange next;
-      if (panel + 2 < panels) {
+      if (panel + step < panels) {
         next.weights = segment_.weights;
-        next.first_panel = panel + 2;
-        next.panels = std::min<std::int64_t>(2, panels - panel - 2);
+        next.first_panel = panel + step;
+        next.panels = std::min(step, panels - panel - step);
         next.columns = segment_.weights.columns;
       }
-      Run(panel, std::min<std::int64_t>(2, panels - panel), next);
+      Run(panel, std::min(step, panels - panel), next);
     }
   }
 
@@ -531,6 +532,7 @@ BestAndMean StreamProbe::Measure(const KernelTier& tier, bool direct, std::int64
       own.weights = memory_.Share(worker);
       for (std::int64_t bytes = 0; bytes < 2 * HostCaches().l2; bytes += of_call) {
         own.calls.emplace_back(tier, rows, direct ? kColumns : kContraction, direct ? kContraction : kColumns, direct, false);
+        if (rows <= tier.most_few_rows) own.calls.back().set_few_rows(rows);
         own.calls.back().set_depth(
             UnpackSlice(tier.unpack_overlaps, kContraction / kTileColumns, CeilDiv(rows, kPanelRows), HostCaches().l2));
       }

@@ -17,7 +17,7 @@ from typing import Any
 
 from moesaic import _core
 
-SCHEMA = 4
+SCHEMA = 5
 ByThreads = Mapping[int, float]
 """A figure for some numbers of threads, all threads together; between them it is interpolated."""
 
@@ -90,6 +90,9 @@ class Kernels:
     direct_gbps: ByThreads
     """Rate at which the direct form takes weights from memory."""
     unpack_gbps: ByThreads
+    few_direct_gbps: ByThreads
+    """The same of the forms for few rows; of those above where there are none."""
+    few_unpack_gbps: ByThreads
 
     @property
     def undisturbed_ns(self) -> float:
@@ -340,8 +343,10 @@ class Machine:
             "overlap": per_thread.overlap,
             "unpack_overlap": per_thread.unpack_overlap,
             "pack_gbps": per_thread.pack_gbps,
-            "direct_gbps": [at_threads(kernels.direct_gbps, n) for n in range(1, threads + 1)],
-            "unpack_gbps": [at_threads(kernels.unpack_gbps, n) for n in range(1, threads + 1)],
+            **{
+                name: [at_threads(getattr(kernels, name), n) for n in range(1, threads + 1)]
+                for name in ("direct_gbps", "unpack_gbps", "few_direct_gbps", "few_unpack_gbps")
+            },
         }
 
 

@@ -30,6 +30,8 @@ _CACHE_OVER_MEMORY = 1.2
 """How much faster L3 must be for its size to show."""
 _STREAM_K, _STREAM_N = 2048, 512
 """Of the matrices of `MachineProbe.stream`."""
+_FEW_ROWS = (1, 4, 8)
+"""With which the forms for few rows are tried on weights from memory."""
 
 _Streams = dict[tuple[str, str, int], tuple[float, float]]
 """GB/s of weights by tier, form and rows: in the best milliseconds, and on average."""
@@ -178,6 +180,8 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
             compute_gflops=by_threads(lambda rates, tier=tier: rates.rate(rates.gflops[tier])),  # type: ignore[misc]
             direct_gbps=caches[3],
             unpack_gbps=caches[3],
+            few_direct_gbps=caches[3],
+            few_unpack_gbps=caches[3],
         )
     latency = [max(host.latency_ns[: level + 1]) for level in range(4)]
     machine = Machine(
@@ -240,12 +244,14 @@ def _per_thread(row: _core.KernelRow) -> PerThread:
 def _with_supply(machine: Machine, tier: str, measured: Mapping[int, _Streams]) -> Machine:
     """The machine with what a tier's kernels do with weights from memory, by threads: how much of it products hide,
     and the rates at which they take them."""
-    apart = machine.kernels[
-        tier
-    ].unpack_overlaps  # vectors unpack before products, which then are as in the direct form
+    kernels = machine.kernels[tier]
+    apart = kernels.unpack_overlaps  # vectors unpack before products, which then are as in the direct form
+    few = _FEW_ROWS if kernels.per_thread[1].few_tile_ns[0] else ()
     for n, streams in measured.items():
         for form in ("direct", "unpack"):
             found = {rows: gbps for (name, some, rows), gbps in streams.items() if (name, some) == (tier, form)}
+            of_few = {rows: found.pop(rows)[1] for rows in few if rows in found}
+            machine, _ = _with_rate(machine, tier, n, form, of_few, few=True)
             of_form = {rows: best for rows, (best, _) in found.items()}
             if form == "direct" or apart:
                 names = ("overlap", "unpack_overlap") if form == "direct" else ("unpack_overlap",)
@@ -258,18 +264,19 @@ def _with_supply(machine: Machine, tier: str, measured: Mapping[int, _Streams]) 
 
 
 def _with_rate(
-    machine: Machine, tier: str, threads: int, form: str, measured: Mapping[int, float]
+    machine: Machine, tier: str, threads: int, form: str, measured: Mapping[int, float], *, few: bool = False
 ) -> tuple[Machine, float]:
     """The machine with the rate of weights from memory with which the model says best what `MachineProbe.stream`
-    measured, by rows, and how badly it does.
+    measured, by rows, and how badly it does; `few`: that of the form for few rows.
 
     What was measured is taken to be 7% uncertain, and the rate to be within some 20% of the memory's own: it is not
     told by rows whose products take much longer than the memory."""
     most = at_threads(machine.dram_gbps, threads)
+    name = f"few_{form}_gbps" if few else f"{form}_gbps"
 
     def fitted(share: float) -> tuple[Machine, float]:
-        figure = {**getattr(machine.kernels[tier], f"{form}_gbps"), threads: share * most}
-        some = _replaced(machine, tier, **{f"{form}_gbps": figure})
+        figure = {**getattr(machine.kernels[tier], name), threads: share * most}
+        some = _replaced(machine, tier, **{name: figure})
         errors = [math.log(_stream_gbps(some, tier, threads, form, rows) / gbps) for rows, gbps in measured.items()]
         return some, sum((error / 0.07) ** 2 for error in errors) + (math.log(share) / 0.2) ** 2
 
@@ -278,13 +285,14 @@ def _with_rate(
 
 def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool) -> tuple[int, ...]:
     """Rows with which the kernels are tried on weights from memory: the fewest whole panels that cells compute and no
-    form for few rows, which goes up to 64; so many that products take about as long as the memory; twice as many. A
+    form for few rows, which goes up to 64, and before those some of its own; so many that products take about as long as the memory; twice as many. A
     matrix unit's wait for activations from L2, and for what is unpacked: half as many, too."""
-    least = 80 if kernels.few_tile_ns[0] else 16
+    few = _FEW_ROWS if kernels.few_tile_ns[0] else ()
+    least = 80 if few else 16
     product_ns = (kernels.step_ns[-1][0] + (kernels.l2_tile_ns if matrix_unit else 0.0)) / len(kernels.step_ns)
     balanced = min(max(16 * round(1024 / dram_gbps / product_ns), least + 16), 192)
     half = 16 * round(balanced / 32)
-    return (least, *([half] if matrix_unit and half > 2 * least else []), balanced, 2 * balanced)
+    return (*few, least, *([half] if matrix_unit and half > 2 * least else []), balanced, 2 * balanced)
 
 
 def _overlapping(machine: Machine, tier: str, threads: int, names: Sequence[str], overlap: float) -> Machine:
@@ -307,7 +315,10 @@ def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, rows: int
     problem = ((rows,) * threads, k, n, 2, 4, 2.0, form, True, False)
     depth = 32 * _core.unpack_slice(machine.kernels[tier].unpack_overlaps, k // 32, -(-rows // 16), machine.l2_bytes)
     sliced = form == "unpack" and depth > 0
-    configuration = (rows, n, rows, 32 if form == "direct" else n, depth if sliced else k, "columns")
+    few = rows in _FEW_ROWS and bool(machine.kernels[tier].per_thread[1].few_tile_ns[0])
+    columns = n if form == "unpack" else 128 if few else 32
+    padded = 16 * -(-rows // 16)
+    configuration = (padded, n, padded, columns, depth if sliced else k, "columns")
     _, ms, parts, _, _ = _core.TileEvaluator(machine.figures(threads, tier)).estimate(problem, configuration)
     others = sum(time for name, time in zip(_core.gemm_parts, parts, strict=True) if name in ("scheduling", "dispatch"))
     return threads * 2.0 * k * n / (ms - others) * 1e-6
