@@ -97,9 +97,11 @@ struct BestAndMean {
 /// As MeasureRate, and BestWindow().
 template <typename Turn>
 BestAndMean MeasureRates(threadpool::Pool* pool, double seconds, double window, Turn&& turn) {
+  constexpr int kMostTries = 16;
   std::vector<std::vector<Progress>> workers(static_cast<std::size_t>(pool == nullptr ? 1 : pool->num_threads()));
   BestAndMean rates;
-  do {  // until all of them were there at the same time
+  // Until all of them were there at the same time. (By clocks of their own, of CPU time, several never are.)
+  for (int tries = 0; rates.best == 0 && tries < kMostTries; ++tries) {
     OnAllWorkers(pool, [&](int worker) {
       std::vector<Progress> own;
       double work = 0;
@@ -112,10 +114,11 @@ BestAndMean MeasureRates(threadpool::Pool* pool, double seconds, double window, 
       workers[static_cast<std::size_t>(worker)] = std::move(own);
     });
     rates.best = BestWindow(workers, std::min(window, seconds));
-  } while (rates.best == 0);
+  }
   for (const std::vector<Progress>& own : workers) {
     rates.mean += (own.back().work - own.front().work) * 1e9 / static_cast<double>(own.back().ns - own.front().ns);
   }
+  if (rates.best == 0) rates.best = rates.mean;
   return rates;
 }
 

@@ -39,7 +39,8 @@ def here(monkeypatch):
         threads=2,
         l3_bytes=1 << 20,
     )
-    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
+    for name in ("here", "here_now"):
+        monkeypatch.setattr(Machine, name, classmethod(lambda cls: machine))
     moesaic.set_num_threads(2)
     return machine
 

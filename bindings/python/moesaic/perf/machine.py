@@ -272,7 +272,7 @@ class Machine:
 
     @classmethod
     def here_now(cls) -> Machine:
-        """As `here`, but measured anew where the memory gives all threads a sixth more or less than the description says.
+        """As `here`, but measured anew where the memory gives a sixth more or less than the description says.
 
         Beside others that use the host it changes so for minutes at a time, and with it every product with few rows.
         For comparisons with what is measured now.
@@ -280,9 +280,8 @@ class Machine:
         from moesaic.perf.cache import cache_folder
         from moesaic.perf.measure import memory_gbps
 
-        machine = cls.here()
-        told = at_threads(machine.dram_gbps, machine.threads)
-        if abs(memory_gbps(machine.threads) / told - 1) <= 1 / 6:
+        machine, threads = cls.here(), _core.get_num_threads()
+        if abs(memory_gbps(threads) / at_threads(machine.dram_gbps, threads) - 1) <= 1 / 6:
             return machine
         return cls._measure_and_keep(cache_folder() / f"machine-{host_key()}.json")
 

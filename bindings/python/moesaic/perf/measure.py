@@ -284,9 +284,9 @@ def _with_rate(
 
 
 def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool) -> tuple[int, ...]:
-    """Rows with which the kernels are tried on weights from memory: the fewest whole panels that cells compute and no
-    form for few rows, which goes up to 64, and before those some of its own; so many that products take about as long as the memory; twice as many. A
-    matrix unit's wait for activations from L2, and for what is unpacked: half as many, too."""
+    """Rows with which the kernels are tried on weights from memory: some of the form for few rows; the fewest whole
+    panels that cells compute and not that form, which goes up to 64; so many that products take about as long as the
+    memory; twice as many. A matrix unit's wait for activations from L2, and for what is unpacked: half as many, too."""
     few = _FEW_ROWS if kernels.few_tile_ns[0] else ()
     least = 80 if few else 16
     product_ns = (kernels.step_ns[-1][0] + (kernels.l2_tile_ns if matrix_unit else 0.0)) / len(kernels.step_ns)
