@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings/bench_bindings.h"
+#include "cpu_kernels/gemm/tiles.h"
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tile_evaluator.h"
 #include "cpu_kernels/tile_evaluator/gemm_model.h"
@@ -232,6 +233,7 @@ void RegisterEvaluator(py::module_& module) {
   for (std::size_t i = 0; i < kGemmParts; ++i) parts.append(std::string(GemmPartName(static_cast<GemmPart>(i))));
   module.attr("gemm_parts") = py::tuple(parts);
   module.attr("gemm_model_version") = kGemmModelVersion;
+  module.attr("most_few_rows") = kMostFewRows;
   module.def("chunk_rows", &ChunkRows, py::arg("hidden"), py::arg("intermediate"));
   module.def(
       "choose_blocking",

@@ -46,6 +46,7 @@ std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t pane
 }
 
 std::int64_t TokensPerMerge(std::int64_t tokens, int threads) {
+  if (threads == 1) return 32;
   return std::clamp<std::int64_t>(CeilDivide(tokens, std::int64_t{4} * threads), 1, 32);
 }
 
@@ -54,7 +55,8 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   Blocking blocking;
   // With many jobs each stays whole on one core, whose cache then holds its activations.
   const std::int64_t in_flight = query.slots < query.threads ? std::min(query.slots, query.jobs) : query.jobs;
-  const std::int64_t tasks = PartsForThreads(in_flight, query.threads, kLayerTasksOfThread);
+  const std::int64_t tasks = in_flight < query.threads ? PartsForThreads(in_flight, query.threads, kLayerTasksOfThread)
+                                                       : PartsForThreads(in_flight, query.threads);
   const std::int64_t units = CeilDivide(query.intermediate, kIntermediateUnit);
   const std::int64_t columns = CeilDivide(query.hidden, 32);
   blocking.intermediate_units_per_task = CeilDivide(units, std::min(units, query.threads == 1 ? 1 : tasks));

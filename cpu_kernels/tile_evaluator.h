@@ -57,8 +57,8 @@ struct Blocking {
 /// leave cores idle, three in a single product. One where the pieces are so many already.
 std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t tasks_of_thread = 3);
 
-/// In a layer each stage of a job waits for the last task of the one before. (8 experts on 16 threads, which are not equally
-/// fast: with three tasks a thread a forward and backward take a tenth longer. Two threads: no difference.)
+/// In a layer with fewer jobs than threads, each of whose stages waits for the last task of the one before. (8 experts on 16
+/// threads, which are not equally fast: with three tasks a thread a forward and backward take a tenth longer.)
 inline constexpr std::int64_t kLayerTasksOfThread = 6;
 
 /// Parameters of adapters, or of their gradients, that are worth a task: some 25 us of one core's share of the memory's
@@ -82,7 +82,7 @@ inline constexpr std::int64_t kMostGradientColumns = 16, kGradientBytes = std::i
 /// contractions whose activations stay in half of it are not cut.
 std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t panels, std::int64_t l2_bytes);
 
-/// Blocking::tokens_per_merge for so many tokens: four tasks a thread, of at most 32 tokens.
+/// Blocking::tokens_per_merge for so many tokens: four tasks for each of several threads, of at most 32 tokens.
 std::int64_t TokensPerMerge(std::int64_t tokens, int threads);
 
 Blocking ChooseBlocking(const BlockingQuery& query);

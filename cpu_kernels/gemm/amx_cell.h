@@ -54,7 +54,8 @@ struct AmxCell {
       steps.NextRun();
       // One counter to zero: with a pointer and a count for each factor some of them would be stored at each step.
       const std::int64_t a_stride = run.a_stride, b_stride = run.b_stride, b_size = run.length * b_stride;
-      const BFloat16 *a0 = run.a[0], *a1 = run.a[1], *b0_end = run.b[0] + b_size, *b1_end = run.b[1] + b_size;
+      const BFloat16 *a0 = run.a[0], *a1 = run.a[1], *b0_end = run.b[0] + b_size;
+      [[maybe_unused]] const BFloat16* b1_end = NB == 2 ? run.b[1] + b_size : nullptr;
       for (std::int64_t b = -b_size; b < 0; b += b_stride) {
         LoadFactor<4, kLeftPasses>(tiles, a0);
         if constexpr (NA == 2 && NB == 2) LoadFactor<5, kLeftPasses>(tiles, a1);

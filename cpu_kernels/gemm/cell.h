@@ -35,7 +35,7 @@ struct CellRun {
   const BFloat16* a[kMaxCellPanels];
   const BFloat16* b[kMaxCellPanels];
   std::int64_t a_stride;
-  std::int64_t b_stride;
+  std::int64_t b_stride;  // > 0
   std::int64_t length;
 };
 

@@ -249,9 +249,13 @@ class ColumnUnpacker {
     std::int64_t lines_;
   };
 
+  /// The rest of both, in turns.
   void Finish() {
-    while (left_ > 0) Tile();
     TilesAhead::Steps ahead(ahead_);
+    while (left_ > 0) {
+      Tile();
+      ahead.Next(TilesAhead::kLinesOfTile);
+    }
     while (ahead.Next(TilesAhead::kLinesOfTile)) {
     }
   }

@@ -75,8 +75,7 @@ constexpr double kLaysOut = 0.06;
 /// 121, 127, 140; with 32 rows 316, 321, 325, 325, 336, 355; with weights in L3 the same up to 2,560.)
 constexpr double kLostAtATime = 10;
 /// What weights of the direct form take that nothing prefetches: so much longer than memory's rate.
-/// (AVX-512, 32 to 256 rows, calls of all columns instead of 32: 5, 0, 0, 0, 1, 1, 5% longer.) Not so the tile unit's loads
-/// in calls whose rows fit one cell: they bring memory at its full rate, or fetch a superblock ahead (gemm/direct_gemm.h).
+/// (AVX-512, 32 to 256 rows, calls of all columns instead of 32: 5, 0, 0, 0, 1, 1, 5% longer.)
 constexpr double kWithoutPrefetch = 1.1;
 
 /// What a tile takes from L2 in calls of a matrix unit that take no slices, where both factors come from there and do not pass
@@ -112,7 +111,7 @@ struct TaskCost {
   bool few = false;                           ///< by the forms for few rows
   bool passed_once = false;                   ///< by those, in one pass
   double unfetched = 0;                       ///< share of the weights that nothing prefetches
-  bool once = false;                          ///< on a matrix unit each weight is met once, and nothing is prefetched
+  bool once = false;                          ///< on a matrix unit each weight is met once, and all are prefetched
   double lost_ns = 0;                         ///< waiting for weights that were prefetched too early
   std::array<double, kMemoryLevels> bytes{};  ///< read or written beyond the caches below that level
 };
@@ -202,9 +201,10 @@ class TaskCounter {
       const std::int64_t fetched = p_.form == GemmForm::kUnpack ? CeilDiv(task.columns, kTileColumns) * (slices ? parts : 1)
                                    : prefetches                 ? column_calls
                                                                 : 1;
-      // A ring prefetches all along; where it begins is counted below.
+      // Kernels that meet each weight once prefetch all along (gemm/direct_gemm.h, UnpackRing); where a ring begins is counted
+      // below.
       cost.unfetched =
-          ring ? 0 : static_cast<double>(p_.form == GemmForm::kUnpack ? column_calls : 1) / static_cast<double>(fetched);
+          cost.once ? 0 : static_cast<double>(p_.form == GemmForm::kUnpack ? column_calls : 1) / static_cast<double>(fetched);
     }
     cost.calls_ns = calls * m_.kernel.call_ns;
     if (p_.form == GemmForm::kUnpack && !unit && !cost.few && task.weights_from == MemoryLevel::kMemory) {
@@ -422,7 +422,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
       unit ? cost.bytes[static_cast<std::size_t>(MemoryLevel::kL2)] / (2 * kTileElements) * tile_ns * kNsToMs : 0.0;
   const double cells = products + tiles;
   const double unpack = cost.unpack_ns * kNsToMs;
-  const bool waits = problem.form == GemmForm::kDirect && !cost.few && !cost.once;
+  const bool waits = problem.form == GemmForm::kDirect && !cost.few;
   const double slower = waits ? 1 + (kWithoutPrefetch - 1) * cost.unfetched : 1.0;
   const double memory =
       slower * supply(MemoryLevel::kMemory, MemoryGbps(problem, machine, tasks, cost.few)) + cost.lost_ns * kNsToMs;

@@ -37,7 +37,7 @@ struct KernelFigures {
   double pack_gbps = 0;       ///< rows become tiles, bytes of bf16 written by one thread
   /// Rates at which 1, 2, ... and all threads together take weights from memory, the others leaving it alone.
   std::vector<double> direct_gbps, unpack_gbps;
-  /// The same of the forms for few rows.
+  /// The same of the forms for few rows, where there are any: all rows are few to the unpack form.
   std::vector<double> few_direct_gbps, few_unpack_gbps;
 };
 

@@ -526,7 +526,7 @@ BestAndMean StreamProbe::Measure(const KernelTier& tier, bool direct, std::int64
   std::vector<Worker>& workers = workers_[{&tier, direct, rows}];
   if (workers.empty()) {
     workers.resize(static_cast<std::size_t>(pool_ == nullptr ? 1 : pool_->num_threads()));
-    const std::int64_t of_call = rows * (2 * kContraction + 4 * kColumns);
+    const std::int64_t of_call = RoundUp(rows, kPanelRows) * (2 * kContraction + 4 * kColumns);
     OnAllWorkers(pool_, [&](int worker) {
       Worker& own = workers[static_cast<std::size_t>(worker)];
       own.weights = memory_.Share(worker);

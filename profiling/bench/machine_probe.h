@@ -109,8 +109,9 @@ class StreamProbe {
   StreamProbe(const ReadProbe& memory, threadpool::Pool* pool);
   ~StreamProbe();
 
-  /// Passes of a form (direct or unpack) with `rows` rows over matrices of 2,048 (the contraction) x 512, each worker over its
-  /// own: the bytes of weights a second, GB/s, all workers together, in the best window of two milliseconds and on average.
+  /// Passes of a form (direct or unpack; that for few rows where the tier has one for so many) with `rows` rows over matrices
+  /// of 2,048 (the contraction) x 512, each worker over its own: the bytes of weights a second, GB/s, all workers together, in
+  /// the best window of two milliseconds and on average.
   BestAndMean Measure(const KernelTier& tier, bool direct, std::int64_t rows, double seconds);
 
  private:

@@ -40,11 +40,19 @@ TEST(TileEvaluator, MergesAreTasksForAllThreads) {
       const std::int64_t of_task = TokensPerMerge(tokens, threads);
       EXPECT_GE(of_task, 1);
       EXPECT_LE(of_task, 32);
-      EXPECT_TRUE(of_task == 1 || of_task == 32 || 3 * threads * of_task <= tokens + 3 * threads);
+      EXPECT_TRUE(of_task == 1 || 4 * threads * (of_task - 1) < tokens);
       EXPECT_EQ(ChooseBlocking({4, 64, 2048, 768, threads, 4, false, tokens}).tokens_per_merge, of_task);
     }
   }
   EXPECT_EQ(TokensPerMerge(128, 16), 2);
+  EXPECT_EQ(TokensPerMerge(4096, 16), 32);
+}
+
+TEST(TileEvaluator, FewerJobsThanThreadsAreCutFiner) {
+  const auto columns = [](std::int64_t jobs) { return ChooseBlocking({jobs, 128, 4096, 14336, 16}).hidden_columns_per_task; };
+  EXPECT_EQ(columns(8), 16);   // 128 / 12 tasks, in superblocks of 8
+  EXPECT_EQ(columns(16), 48);  // 128 / 3
+  EXPECT_EQ(columns(48), 128);
 }
 
 TEST(TileEvaluator, LongContractionsAreCutSoThatASliceStaysInCache) {

@@ -174,11 +174,11 @@ class LayerModel:
         cut = replace(cut, tail_jobs=cut.tail_jobs // shards)
         schedule = run_jobs(chains, cut, max(threads // shards, 1), slots, rates.unit_ms("task"))
         wall, busy = schedule.makespan_ms, shards * schedule.busy_ms
+        tokens = sum(rows) // shape.top_k
+        merges = ceil_div(tokens, _core.tokens_per_merge(tokens, threads))
         for phase, work in _outside_jobs(shape, rows, shards, backward=backward, in_place=in_place):
             ms = rates.thread_ms(work)
             phases[phase] = phases.get(phase, 0.0) + ms
-            tokens = sum(rows) // shape.top_k
-            merges = ceil_div(tokens, _core.tokens_per_merge(tokens, threads))
             tasks = merges if phase.startswith("merge") else threads
             wall += ms * ceil_div(max(tasks, 1), threads) / max(tasks, 1)
             busy += ms

@@ -91,7 +91,8 @@ class Kernels:
     """Rate at which the direct form takes weights from memory."""
     unpack_gbps: ByThreads
     few_direct_gbps: ByThreads
-    """The same of the forms for few rows; of those above where there are none."""
+    """The same of the forms for few rows, where a tier has them; of those above where it has none. All rows are few to
+    the unpack form."""
     few_unpack_gbps: ByThreads
 
     @property
@@ -268,29 +269,27 @@ class Machine:
         try:
             return cls.load(path)
         except (OSError, ValueError):
-            return cls._measure_and_keep(path)
+            machine = cls.measure()
+        with contextlib.suppress(OSError):
+            machine.save(path)
+        return machine
 
     @classmethod
-    def here_now(cls) -> Machine:
-        """As `here`, but measured anew where the memory gives a sixth more or less than the description says.
+    def here_now(cls, progress: Callable[[str], None] | None = None) -> Machine:
+        """As `here`, but measured anew where the memory gives all threads a sixth more or less than that says.
 
         Beside others that use the host it changes so for minutes at a time, and with it every product with few rows.
-        For comparisons with what is measured now.
+        For comparisons with what is measured now; what is kept stays as it is.
+
+        Args:
+            progress: as of `measure`.
         """
-        from moesaic.perf.cache import cache_folder
         from moesaic.perf.measure import memory_gbps
 
         machine, threads = cls.here(), _core.get_num_threads()
         if abs(memory_gbps(threads) / at_threads(machine.dram_gbps, threads) - 1) <= 1 / 6:
             return machine
-        return cls._measure_and_keep(cache_folder() / f"machine-{host_key()}.json")
-
-    @classmethod
-    def _measure_and_keep(cls, path: Path) -> Machine:
-        machine = cls.measure()
-        with contextlib.suppress(OSError):
-            machine.save(path)
-        return machine
+        return cls.measure(progress)
 
     @classmethod
     def measure(cls, progress: Callable[[str], None] | None = None) -> Machine:

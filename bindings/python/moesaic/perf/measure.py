@@ -35,6 +35,8 @@ _FEW_ROWS = (1, 4, 8)
 
 _Streams = dict[tuple[str, str, int], tuple[float, float]]
 """GB/s of weights by tier, form and rows: in the best milliseconds, and on average."""
+_StreamRows = dict[str, tuple[int, ...]]
+"""By form."""
 
 
 def _counts(threads: int) -> list[int]:
@@ -100,7 +102,7 @@ class _Host:
             min(ns, load.measure(_SECONDS)) for ns, load in zip(self.latency_ns, self._loads, strict=True)
         ]
 
-    def turn(self, probe: _core.MachineProbe, found: _Rates, rows: Mapping[str, Sequence[int]]) -> None:
+    def turn(self, probe: _core.MachineProbe, found: _Rates, rows: Mapping[str, _StreamRows]) -> None:
         """A turn of so many threads; with weights from memory for these rows of the tiers."""
         threads = found.threads
         blocks = (self.l1 // 2, self.l2 // 2, self._l3_block(threads))
@@ -110,10 +112,11 @@ class _Host:
         found.dispatch_us.append(probe.dispatch())
         found.uneven.append(probe.uneven(self.isa) if threads > 1 else 1.0)
         found.hand_over_ns.append(probe.hand_over(self.isa) if threads > 1 else (0.0, 0.0))
-        for tier, counts in rows.items():
-            for form, count in itertools.product(("unpack", "direct"), counts):
-                of_weights = probe.stream(tier, form == "direct", count, 4 * _SECONDS)
-                found.streams.setdefault((tier, form, count), []).append(of_weights)
+        for tier, forms in rows.items():
+            for form, counts in forms.items():
+                for count in counts:
+                    of_weights = probe.stream(tier, form == "direct", count, 4 * _SECONDS)
+                    found.streams.setdefault((tier, form, count), []).append(of_weights)
 
     def l3_held(self, probe: _core.MachineProbe, gbps: Sequence[float]) -> int:
         """What of the last-level caches this process gets: a guest is told of all of its host's, which others fill
@@ -139,7 +142,7 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
     tell = progress or (lambda text: None)
     host = _Host()
     found: dict[int, _Rates] = {}
-    rows: dict[str, tuple[int, ...]] = {}
+    rows: dict[str, _StreamRows] = {}
     for n in _counts(host.threads):
         tell(f"{n} thread{'s' if n > 1 else ''}")
         probe = _core.MachineProbe(n, host.far)
@@ -244,35 +247,52 @@ def _per_thread(row: _core.KernelRow) -> PerThread:
 def _with_supply(machine: Machine, tier: str, measured: Mapping[int, _Streams]) -> Machine:
     """The machine with what a tier's kernels do with weights from memory, by threads: how much of it products hide,
     and the rates at which they take them."""
-    kernels = machine.kernels[tier]
-    apart = kernels.unpack_overlaps  # vectors unpack before products, which then are as in the direct form
-    few = _FEW_ROWS if kernels.per_thread[1].few_tile_ns[0] else ()
+    apart = machine.kernels[tier].unpack_overlaps  # vectors unpack before products, which then are as in direct form
+    few = _FEW_ROWS if _has_few(machine, tier) else ()
     for n, streams in measured.items():
         for form in ("direct", "unpack"):
             found = {rows: gbps for (name, some, rows), gbps in streams.items() if (name, some) == (tier, form)}
             of_few = {rows: found.pop(rows)[1] for rows in few if rows in found}
-            machine, _ = _with_rate(machine, tier, n, form, of_few, few=True)
-            of_form = {rows: best for rows, (best, _) in found.items()}
+            if of_few:
+                machine, _ = _with_rate(machine, tier, n, f"few_{form}_gbps", of_few)
+            if not found:  # any number of rows is few to the unpack form
+                machine = _copied(machine, tier, n, f"few_{form}_gbps", f"{form}_gbps")
+                continue
+            best = {rows: gbps for rows, (gbps, _) in found.items()}
             if form == "direct" or apart:
                 names = ("overlap", "unpack_overlap") if form == "direct" else ("unpack_overlap",)
                 tried = (_overlapping(machine, tier, n, names, p) for p in _OVERLAPS)
-                machine = min((_with_rate(one, tier, n, form, of_form) for one in tried), key=operator.itemgetter(1))[0]
-            least = min(of_form)
+                rated = (_with_rate(one, tier, n, f"{form}_gbps", best) for one in tried)
+                machine = min(rated, key=operator.itemgetter(1))[0]
+            least = min(found)
             # How well things overlap the best moments tell; the rate of few rows is that of longer ones.
-            machine, _ = _with_rate(machine, tier, n, form, {least: found[least][1]})
+            machine, _ = _with_rate(machine, tier, n, f"{form}_gbps", {least: found[least][1]})
+            if not of_few:
+                machine = _copied(machine, tier, n, f"{form}_gbps", f"few_{form}_gbps")
     return machine
 
 
+def _has_few(machine: Machine, tier: str) -> bool:
+    """Whether the tier has forms for few rows."""
+    return bool(machine.kernels[tier].per_thread[1].few_tile_ns[0])
+
+
+def _copied(machine: Machine, tier: str, threads: int, rate: str, to: str) -> Machine:
+    """The machine with a rate of weights from memory that stands for another one, too."""
+    kernels = machine.kernels[tier]
+    return _replaced(machine, tier, **{to: {**getattr(kernels, to), threads: getattr(kernels, rate)[threads]}})
+
+
 def _with_rate(
-    machine: Machine, tier: str, threads: int, form: str, measured: Mapping[int, float], *, few: bool = False
+    machine: Machine, tier: str, threads: int, name: str, measured: Mapping[int, float]
 ) -> tuple[Machine, float]:
-    """The machine with the rate of weights from memory with which the model says best what `MachineProbe.stream`
-    measured, by rows, and how badly it does; `few`: that of the form for few rows.
+    """The machine with the rate of weights from memory, `name`, with which the model says best what
+    `MachineProbe.stream` measured, by rows, and how badly it does.
 
     What was measured is taken to be 7% uncertain, and the rate to be within some 20% of the memory's own: it is not
     told by rows whose products take much longer than the memory."""
     most = at_threads(machine.dram_gbps, threads)
-    name = f"few_{form}_gbps" if few else f"{form}_gbps"
+    form = "direct" if "direct" in name else "unpack"
 
     def fitted(share: float) -> tuple[Machine, float]:
         figure = {**getattr(machine.kernels[tier], name), threads: share * most}
@@ -283,16 +303,18 @@ def _with_rate(
     return min((fitted(1.02**-step) for step in range(100)), key=lambda some: some[1])
 
 
-def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool) -> tuple[int, ...]:
-    """Rows with which the kernels are tried on weights from memory: some of the form for few rows; the fewest whole
-    panels that cells compute and not that form, which goes up to 64; so many that products take about as long as the
-    memory; twice as many. A matrix unit's wait for activations from L2, and for what is unpacked: half as many, too."""
+def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool) -> _StreamRows:
+    """Rows with which the kernels are tried on weights from memory, by form: some of the forms for few, if there are
+    any, which are all that the unpack form needs; the fewest whole panels beyond; so many that products take about as
+    long as the memory; twice as many. A matrix unit's wait for activations from L2, and for what is unpacked: half as
+    many, too."""
     few = _FEW_ROWS if kernels.few_tile_ns[0] else ()
-    least = 80 if few else 16
+    least = _core.most_few_rows + 16 if few else 16
     product_ns = (kernels.step_ns[-1][0] + (kernels.l2_tile_ns if matrix_unit else 0.0)) / len(kernels.step_ns)
     balanced = min(max(16 * round(1024 / dram_gbps / product_ns), least + 16), 192)
     half = 16 * round(balanced / 32)
-    return (*few, least, *([half] if matrix_unit and half > 2 * least else []), balanced, 2 * balanced)
+    more = (least, *([half] if matrix_unit and half > 2 * least else []), balanced, 2 * balanced)
+    return {"direct": (*few, *more), "unpack": few or more}
 
 
 def _overlapping(machine: Machine, tier: str, threads: int, names: Sequence[str], overlap: float) -> Machine:
@@ -315,7 +337,7 @@ def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, rows: int
     problem = ((rows,) * threads, k, n, 2, 4, 2.0, form, True, False)
     depth = 32 * _core.unpack_slice(machine.kernels[tier].unpack_overlaps, k // 32, -(-rows // 16), machine.l2_bytes)
     sliced = form == "unpack" and depth > 0
-    few = rows in _FEW_ROWS and bool(machine.kernels[tier].per_thread[1].few_tile_ns[0])
+    few = rows <= _core.most_few_rows and _has_few(machine, tier)
     columns = n if form == "unpack" else 128 if few else 32
     padded = 16 * -(-rows // 16)
     configuration = (padded, n, padded, columns, depth if sliced else k, "columns")
@@ -325,10 +347,10 @@ def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, rows: int
 
 
 def memory_gbps(threads: int) -> float:
-    """What so many threads read from memory just now, GB/s; in a quarter of a second."""
+    """What so many threads read from memory just now, GB/s, as `Machine.dram_gbps`; in a quarter of a second."""
     host_l3 = _core.last_level_cache_bytes() or _core.topology()["l3"]["bytes"] or 0
     probe = _core.MachineProbe(threads, far_bytes(host_l3))
-    return statistics.median(probe.memory(3 * _SECONDS) for _ in range(_ROUNDS))
+    return _Rates(threads).rate([probe.memory(3 * _SECONDS) for _ in range(_ROUNDS)])
 
 
 def far_bytes(l3: int) -> int:
