@@ -1,7 +1,7 @@
 // The unpack form (kernels.h, UnpackGemmArgs) on tiers whose product takes its right factor from registers: rows of stored
 // tiles are interleaved there, in front of every use, and nothing is laid out in memory. Up to 12 rows of activations are
-// multiplied with a tile column or, where they are fewer, with several side by side. Work grows with the rows that count, and
-// the order of summation is a cell's.
+// multiplied with a tile column or, where they are few, with one tile after the other as they lie. Work grows with the rows that
+// count, and the order of summation is a cell's.
 //
 // Weights are taken superblock by superblock, down 8 tile columns at a time: so they come from memory in runs of 64 KB, the
 // next one while this one is multiplied, and the sums of those columns wait in C meanwhile.
@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "cpu_kernels/gemm/cell.h"
+#include "cpu_kernels/gemm/few_rows.h"
 #include "cpu_kernels/simd.h"
 
 namespace {
@@ -34,71 +35,115 @@ MOESAIC_INLINE void InterleaveRows(const BFloat16* rows, U32x16& low, U32x16& hi
 /// Rows whose sums, of one tile column, fit the registers.
 inline constexpr int kRowsInRegisters = 12;
 
-/// Tile columns whose sums fit there together.
-MOESAIC_INLINE constexpr int ColumnsInRegisters(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }
+/// Rows, at most, with which tiles are met in the order in which they lie, which the hardware fetches ahead, and sums go to C and
+/// back for each. (GB/s of weights, two Zen 4 cores whose memory gives 32 to 35, in order and column by column: 1 row 33 and 24, 2
+/// rows 32 and 25, 8 rows 27 and 25; 12 rows, in a moment of 48, 19 and 24.)
+inline constexpr int kRowsInOrder = 8;
 
 /// Up to a superblock of stored tiles down a column, and the activations that meet them.
 struct RegisterRun {
   const BFloat16* tiles;
   std::int64_t stride, length;
   const BFloat16* left;
-  std::int64_t left_stride;  ///< from one pair of tiles to the next
-  const BFloat16* ahead;     ///< lines to be prefetched beside the first tile
-  std::int64_t lines;        ///< beside each tile of a column
-  std::int64_t ahead_step;   ///< from those beside one tile to those beside the next; 0: they follow each other
+  std::int64_t left_stride;   ///< from one pair of tiles to the next
+  const BFloat16* ahead;      ///< lines to be prefetched beside the first tile
+  std::int64_t lines;         ///< beside each tile
+  std::int64_t ahead_stride;  ///< from those beside one tile to those beside the next
+
+  std::int64_t LeftStep(std::int64_t n) const { return n % 2 == 0 ? kPanelRows : left_stride - kPanelRows; }
 };
 
-/// C of kRows rows and kColumns tile columns (+)= their products with a run.
-template <class Product, int kRows, int kColumns>
-void MultiplyInRegisters(const RegisterRun& run, float* c, std::int64_t ldc, bool accumulate) {
-  F32x16 sum[kRows][2 * kColumns] = {};
-  if (accumulate) {
-#pragma GCC unroll 12
-    for (int t = 0; t < kRows; ++t) {
-#pragma GCC unroll 16
-      for (int j = 0; j < 2 * kColumns; ++j) sum[t][j] = LoadF32(c + t * ldc + 16 * j);
-    }
-  }
-  const BFloat16 *tiles = run.tiles, *left = run.left, *ahead = run.ahead;
-  const std::int64_t lines = run.lines * kColumns, ahead_step = run.ahead_step != 0 ? run.ahead_step : lines * kTileColumns;
-  for (std::int64_t n = 0; n < run.length; ++n, tiles += run.stride, ahead += ahead_step) {
-    for (std::int64_t i = 0; i < lines; ++i) __builtin_prefetch(ahead + i * kTileColumns);
-#pragma GCC unroll 1
-    for (int p = 0; p < 8; ++p) {
-      U32x16 right[2 * kColumns];
-#pragma GCC unroll 8
-      for (int j = 0; j < kColumns; ++j) InterleaveRows(tiles + j * kTileElements + 64 * p, right[2 * j], right[2 * j + 1]);
-#pragma GCC unroll 12
-      for (int t = 0; t < kRows; ++t) {
-        std::uint32_t pair;
-        std::memcpy(&pair, left + t * kTileColumns + 2 * p, sizeof(pair));
-        const U32x16 pairs = U32x16{} + pair;
-#pragma GCC unroll 16
-        for (int j = 0; j < 2 * kColumns; ++j) sum[t][j] = Product::Add(sum[t][j], pairs, right[j]);
-      }
-    }
-    left += n % 2 == 0 ? kPanelRows : run.left_stride - kPanelRows;
-  }
+template <int kRows>
+MOESAIC_INLINE void LoadSums(const float* c, std::int64_t ldc, F32x16 (&sum)[kRows][2]) {
 #pragma GCC unroll 12
   for (int t = 0; t < kRows; ++t) {
-#pragma GCC unroll 16
-    for (int j = 0; j < 2 * kColumns; ++j) StoreF32(c + t * ldc + 16 * j, sum[t][j]);
+    sum[t][0] = LoadF32(c + t * ldc);
+    sum[t][1] = LoadF32(c + t * ldc + 16);
   }
 }
 
-/// At most kRows rows, as many of at most `columns` columns as fit; returns how many.
+template <int kRows>
+MOESAIC_INLINE void StoreSums(const F32x16 (&sum)[kRows][2], float* c, std::int64_t ldc) {
+#pragma GCC unroll 12
+  for (int t = 0; t < kRows; ++t) {
+    StoreF32(c + t * ldc, sum[t][0]);
+    StoreF32(c + t * ldc + 16, sum[t][1]);
+  }
+}
+
+/// Adds the products of kRows rows of activations with one stored tile; beside(p) comes before each of its eight pairs of rows.
+template <class Product, int kRows, class Beside>
+MOESAIC_INLINE void MultiplyTile(const BFloat16* tile, const BFloat16* left, F32x16 (&sum)[kRows][2], Beside&& beside) {
+#pragma GCC unroll 1
+  for (int p = 0; p < 8; ++p) {
+    beside(p);
+    U32x16 low, high;
+    InterleaveRows(tile + 64 * p, low, high);
+#pragma GCC unroll 12
+    for (int t = 0; t < kRows; ++t) {
+      std::uint32_t pair;
+      std::memcpy(&pair, left + t * kTileColumns + 2 * p, sizeof(pair));
+      const U32x16 pairs = U32x16{} + pair;
+      sum[t][0] = Product::Add(sum[t][0], pairs, low);
+      sum[t][1] = Product::Add(sum[t][1], pairs, high);
+    }
+  }
+}
+
+/// C of one tile column (+)= the products of kRows rows with a run. Not inlined, so that the loops have all registers for
+/// themselves.
 template <class Product, int kRows>
-int MultiplyColumns(std::int64_t rows, int columns, const RegisterRun& run, float* c, std::int64_t ldc, bool accumulate) {
+[[gnu::noinline]] void MultiplyColumn(const RegisterRun& run, float* c, std::int64_t ldc, bool accumulate) {
+  F32x16 sum[kRows][2] = {};
+  if (accumulate) LoadSums(c, ldc, sum);
+  const BFloat16 *tile = run.tiles, *left = run.left, *ahead = run.ahead;
+  for (std::int64_t n = 0; n < run.length; ++n, tile += run.stride, ahead += run.ahead_stride) {
+    for (std::int64_t i = 0; i < run.lines; ++i) __builtin_prefetch(ahead + i * kTileColumns, 0, 2);
+    MultiplyTile<Product, kRows>(tile, left, sum, [](int) {});
+    left += run.LeftStep(n);
+  }
+  StoreSums(sum, c, ldc);
+}
+
+/// The same of several columns, whose tiles lie side by side: tile after tile as they lie, and so are those ahead.
+template <class Product, int kRows>
+[[gnu::noinline]] void MultiplyInOrder(const RegisterRun& run, int columns, float* c, std::int64_t ldc, bool accumulate) {
+  constexpr bool kFetchedAhead = kRows <= kRowsFetchedAhead;
+  const BFloat16* left = run.left;
+  for (std::int64_t n = 0; n < run.length; ++n, accumulate = true) {
+    const BFloat16 *tile = run.tiles + n * run.stride, *ahead = run.ahead + n * run.ahead_stride;
+    for (int j = 0; j < columns; ++j, tile += kTileElements, ahead += kTileElements) {
+      if constexpr (kFetchedAhead) {
+        for (int i = 0; i < kPanelRows; i += kLinesFetchedAhead) __builtin_prefetch(ahead + i * kTileColumns, 0, 2);
+      }
+      F32x16 sum[kRows][2] = {};
+      if (accumulate) LoadSums(c + j * kTileColumns, ldc, sum);
+      MultiplyTile<Product, kRows>(tile, left, sum, [&](int p) {
+        if constexpr (!kFetchedAhead) {
+          for (int i = 0; i < 2; ++i) __builtin_prefetch(ahead + (2 * p + i) * kTileColumns, 0, 2);
+        }
+      });
+      StoreSums(sum, c + j * kTileColumns, ldc);
+    }
+    left += run.LeftStep(n);
+  }
+}
+
+/// At most kRows rows.
+template <class Product, int kRows = kRowsInRegisters>
+void MultiplyColumn(std::int64_t rows, const RegisterRun& run, float* c, std::int64_t ldc, bool accumulate) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return MultiplyColumns<Product, kRows - 1>(rows, columns, run, c, ldc, accumulate);
+    if (rows < kRows) return MultiplyColumn<Product, kRows - 1>(rows, run, c, ldc, accumulate);
   }
-  constexpr int kColumns = ColumnsInRegisters(kRows);
-  if (columns >= kColumns) {
-    MultiplyInRegisters<Product, kRows, kColumns>(run, c, ldc, accumulate);
-    return kColumns;
+  MultiplyColumn<Product, kRows>(run, c, ldc, accumulate);
+}
+
+template <class Product, int kRows = kRowsInOrder>
+void MultiplyInOrder(std::int64_t rows, const RegisterRun& run, int columns, float* c, std::int64_t ldc, bool accumulate) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return MultiplyInOrder<Product, kRows - 1>(rows, run, columns, c, ldc, accumulate);
   }
-  MultiplyInRegisters<Product, kRows, 1>(run, c, ldc, accumulate);
-  return 1;
+  MultiplyInOrder<Product, kRows>(run, columns, c, ldc, accumulate);
 }
 
 /// A part of a superblock, `columns` from `column` on and `length` panels from `panel` on, times all rows.
@@ -135,39 +180,40 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
   alignas(64) BFloat16 decoded[kSuperblock * kTileElements];
   TileRun tiles{decoded, kTileElements, block.length};
   if (weights.codec == nullptr) tiles = weights.RunDownColumn(block.panel, block.column);
-  RegisterRun run{tiles.data, tiles.stride, block.length, left, x.column_stride * kTileElements, ahead.data, 0, 0};
+  RegisterRun run{tiles.data, tiles.stride, block.length, left, x.column_stride * kTileElements, ahead.data, 0, ahead.stride};
+  const std::int64_t groups = CeilDiv(rows, kRowsInRegisters);
+  if (rows <= kRowsInOrder && weights.codec == nullptr && weights.column_stride == 0) {
+    if (ahead.data == nullptr) {  // what is there already
+      run.ahead = run.tiles;
+      run.ahead_stride = run.stride;
+    }
+    return MultiplyInOrder<Product>(rows, run, block.columns, c, ldc, accumulate);
+  }
   // A whole superblock follows: 64 KB in their order. Else tile by tile, as far as this block has tiles beside them.
   const bool in_order = ahead.stride == block.columns * kTileElements;
-  const std::int64_t groups = CeilDiv(rows, kRowsInRegisters);
-  for (int j = 0, done; j < block.columns; j += done) {
-    int together = groups > 1 ? 1 : block.columns - j;  // groups of rows are not all of one size
+  for (int j = 0; j < block.columns; ++j) {
     if (weights.codec != nullptr) {
       for (std::int64_t p = 0; p < block.length; ++p) {
         weights.codec->decode(weights, block.panel + p, block.column + j, 1, decoded + p * kTileElements);
       }
-      run.tiles = decoded;
-      together = 1;
-    } else if (weights.column_stride != 0) {
+    } else {
       run.tiles = weights.Tile(block.panel, block.column + j);
-      together = 1;
     }
-    done = 1;
     for (std::int64_t g = 0, row = 0, end; g < groups; ++g, row = end) {
       end = (g + 1) * rows / groups;
       run.left = left + row * kTileColumns;
       if (ahead.data != nullptr) {
         const std::int64_t line = g * kPanelRows / groups;
         run.lines = (g + 1) * kPanelRows / groups - line;
-        if (!in_order) {
+        if (in_order) {
+          run.ahead_stride = run.lines * kTileColumns;
+        } else {
           run.ahead = ahead.data + j * kTileElements + line * kTileColumns;
-          run.ahead_step = ahead.stride;
         }
       }
-      done = MultiplyColumns<Product, kRowsInRegisters>(end - row, together, run, c + row * ldc + j * kTileColumns, ldc,
-                                                        accumulate);
-      if (in_order) run.ahead += run.lines * block.length * done * kTileColumns;
+      MultiplyColumn<Product>(end - row, run, c + row * ldc + j * kTileColumns, ldc, accumulate);
+      if (in_order) run.ahead += run.lines * block.length * kTileColumns;
     }
-    run.tiles += done * kTileElements;
   }
 }
 
