@@ -11,6 +11,8 @@
 // A product is what an instruction set brings:
 //
 //   static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b);   // sum[l] + a[l] . b[l], where a dword is a pair of bf16
+//   static constexpr int kLinesFetchedAhead;  // of so many lines of weights one is prefetched, up to kRowsFetchedAhead rows
+//   static constexpr int kFetchedTo;          // the direct form's, as __builtin_prefetch has it: 2 L2, 3 L1
 #pragma once
 
 #include <cstdint>
@@ -21,11 +23,8 @@
 
 namespace {
 
-/// With so few rows, whose products take much less time than their weights' way from memory, every fourth line is prefetched: the
-/// hardware, which sees lines met in their order, brings the others, and more of them at a time. (Two Zen 4 cores, of 60 GB/s,
-/// 1, 2, 4, 8 rows 32, 43, 42, 32; all lines prefetched 31, 32, 44, 47; into L1 30, 31, 31, 28, for then each of these holds one of
-/// a core's few line buffers as long as memory takes.)
-inline constexpr int kRowsFetchedAhead = 2, kLinesFetchedAhead = 4;
+/// Rows with which a Product's kLinesFetchedAhead counts. Their products take much less time than the weights' way from memory.
+inline constexpr int kRowsFetchedAhead = 2;
 
 /// One panel, of the gradient form.
 inline constexpr int kMostGradientRows = 16;
@@ -111,7 +110,7 @@ MOESAIC_INLINE U32x16 RepeatPart(const BFloat16* line) {
 template <class Product, int kTokens, int kVectors, int kWeights, int kLines>
 MOESAIC_INLINE void MultiplyParts(const TileRun& run, const BFloat16* ahead, const BFloat16* parts, std::int64_t parts_pitch,
                                   float* sums, std::int64_t sums_pitch) {
-  constexpr int kEvery = kTokens <= kRowsFetchedAhead ? kLinesFetchedAhead : 1;
+  constexpr int kEvery = kTokens <= kRowsFetchedAhead ? Product::kLinesFetchedAhead : 1;
   F32x16 sum[kWeights][kVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kWeights; ++i) {
@@ -123,7 +122,7 @@ MOESAIC_INLINE void MultiplyParts(const TileRun& run, const BFloat16* ahead, con
 #pragma GCC unroll 1
     for (int q = 0; q < kTokens; ++q) {
 #pragma GCC unroll 16
-      for (int i = 0; i < kLines; i += kEvery) __builtin_prefetch(ahead + i * kTileColumns, 0, 2);
+      for (int i = 0; i < kLines; i += kEvery) __builtin_prefetch(ahead + i * kTileColumns, 0, Product::kFetchedTo);
       ahead += kLines * kTileColumns;
       U32x16 right[kVectors];
 #pragma GCC unroll 3

@@ -108,19 +108,19 @@ template <class Product, int kRows>
 /// The same of several columns, whose tiles lie side by side: tile after tile as they lie, and so are those ahead.
 template <class Product, int kRows>
 [[gnu::noinline]] void MultiplyInOrder(const RegisterRun& run, int columns, float* c, std::int64_t ldc, bool accumulate) {
-  constexpr bool kFetchedAhead = kRows <= kRowsFetchedAhead;
+  constexpr int kEvery = kRows <= kRowsFetchedAhead ? Product::kLinesFetchedAhead : 1;
   const BFloat16* left = run.left;
   for (std::int64_t n = 0; n < run.length; ++n, accumulate = true) {
     const BFloat16 *tile = run.tiles + n * run.stride, *ahead = run.ahead + n * run.ahead_stride;
     for (int j = 0; j < columns; ++j, tile += kTileElements, ahead += kTileElements) {
-      if constexpr (kFetchedAhead) {
-        for (int i = 0; i < kPanelRows; i += kLinesFetchedAhead) __builtin_prefetch(ahead + i * kTileColumns, 0, 2);
+      if constexpr (kEvery > 2) {
+        for (int i = 0; i < kPanelRows; i += kEvery) __builtin_prefetch(ahead + i * kTileColumns, 0, 2);
       }
       F32x16 sum[kRows][2] = {};
       if (accumulate) LoadSums(c + j * kTileColumns, ldc, sum);
       MultiplyTile<Product, kRows>(tile, left, sum, [&](int p) {
-        if constexpr (!kFetchedAhead) {
-          for (int i = 0; i < 2; ++i) __builtin_prefetch(ahead + (2 * p + i) * kTileColumns, 0, 2);
+        if constexpr (kEvery <= 2) {
+          for (int i = 0; i < 2; i += kEvery) __builtin_prefetch(ahead + (2 * p + i) * kTileColumns, 0, 2);
         }
       });
       StoreSums(sum, c + j * kTileColumns, ldc);

@@ -37,6 +37,10 @@ struct VectorOf<16> {
 };
 
 struct WidenProduct {
+  /// Intel: all of them. (GB/s, 16 threads, memory of 198, 1 row, direct and unpack: 168 and 147; every fourth 152 and 125.)
+  static constexpr int kLinesFetchedAhead = 1;
+  /// 4 rows 137; to L2 128.
+  static constexpr int kFetchedTo = 3;
   MOESAIC_INLINE static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b) {
     return sum + (F32x16)(a << 16) * (F32x16)(b << 16) + (F32x16)(a & 0xffff0000u) * (F32x16)(b & 0xffff0000u);
   }
