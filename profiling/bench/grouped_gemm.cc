@@ -183,8 +183,10 @@ void GroupedGemm::RunTask(const Task& task, const GemmConfiguration& c) {
                       std::min(column_step, task.columns - n * column_step),
                       k * depth,
                       std::min(depth, problem_.k - k * depth)};
+    // The columns of the next call: behind the last rows, or always where each row block meets all columns.
+    const bool columns_follow = n + 1 < column_calls && (c.order == LoopOrder::kRows || r + 1 == row_calls);
     PrefetchRange next;
-    if (problem_.form == GemmForm::kDirect && column_step <= kMostPrefetched && n + 1 < column_calls && r + 1 == row_calls) {
+    if (problem_.form == GemmForm::kDirect && column_step <= kMostPrefetched && columns_follow) {
       next.weights = task.group->weights;
       next.first_panel = (block.column + block.columns) / kPanelRows;
       next.panels = CeilDiv(std::min(column_step, task.column + task.columns - block.column - block.columns), kPanelRows);
