@@ -27,6 +27,7 @@ constexpr std::int64_t kPeakedBlocks = 64;
 constexpr double kCoarse = 6e-6;
 constexpr double kCoarseProduct = 5e-8;
 constexpr int kMostMoves = 4;
+constexpr float kWider = 8;
 /// Within which the coarse sums split an exponent into a whole number and the rest.
 constexpr double kMostExponent = 1 << 20;
 
@@ -101,6 +102,7 @@ bool Row::PlanTopP() {
     const double exponent = static_cast<double>(CoarseScale(1 / temperature_)) * max_;
     doubt_ = (kCoarse + kCoarseProduct * std::abs(exponent)) * total_;
     if (TakePeak(options_.top_p * total_)) return false;
+    Estimate({logits_, 1 / temperature_, options_.top_p, total_, max_});
     ScanExactly();
   }
   const std::int64_t blocks = logits_.blocks();
@@ -154,14 +156,19 @@ bool Row::TakePeak(double target) {
   return false;
 }
 
+TopPEstimate Row::Estimate(const TopPEstimateArgs& args) {
+  const TopPEstimate estimate = kernels_.estimate_top_p(args);
+  high_ = estimate.boundary;
+  density_ = estimate.density;
+  is_estimated_ = density_ > 0;
+  return estimate;
+}
+
 /// Before the first pass, which then adds up what is above the estimate. Where a sample says nothing the nucleus is likely to
 /// be small and its last token to weigh much, so coarse sums should do.
 void Row::EstimateTopP() {
   StageRange range(Stage::kSelect);
-  const TopPEstimate estimate = kernels_.estimate_top_p({logits_, 1 / temperature_, options_.top_p});
-  high_ = estimate.boundary;
-  density_ = estimate.density;
-  is_estimated_ = density_ > 0;
+  const TopPEstimate estimate = Estimate({logits_, 1 / temperature_, options_.top_p});
   const double exponent = static_cast<double>(CoarseScale(1 / temperature_)) * estimate.top;
   is_coarse_ = !is_estimated_ && std::abs(exponent) < kMostExponent;
   reference_ = is_coarse_ ? static_cast<float>(std::round(exponent)) : 0.0f;
@@ -213,9 +220,10 @@ void Row::FinishTopP() {
     } else if (above >= target) {
       low_ = std::nextafter(high_, kInfinity);
       high_ = kInfinity;
-    } else {
+    } else {  // in what is below, some times as wide
+      const float depth = kWider * (high_ - low_);
       high_ = std::nextafter(low_, -kInfinity);
-      low_ = kLowest;
+      low_ = std::max(kLowest, high_ - depth);
     }
     Collect(low_, high_, mass);
     above = sum_above();

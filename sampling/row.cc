@@ -153,7 +153,8 @@ void Row::ShareInfinities() {
 /// After coarse sums that do not suffice.
 void Row::ScanExactly() {
   is_coarse_ = false;
-  kernels_.scan_blocks({logits_, 0, logits_.blocks(), 1 / temperature_, scratch_->max, scratch_->sum});
+  kernels_.scan_blocks({logits_, 0, logits_.blocks(), 1 / temperature_, scratch_->max, scratch_->sum,
+                        is_estimated_ ? scratch_->above : nullptr, high_});
   SumMasses();
 }
 

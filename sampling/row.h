@@ -101,6 +101,7 @@ class Row {
   void TakeTopK();
   float BoundOfTopK() const;
   void EstimateTopP();
+  TopPEstimate Estimate(const TopPEstimateArgs& args);
   bool PlanTopP();
   void ChooseBracket();
   bool TakePeak(double target);

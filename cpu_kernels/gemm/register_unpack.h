@@ -1,7 +1,7 @@
 // The unpack form (kernels.h, UnpackGemmArgs) on tiers whose product takes its right factor from registers: rows of stored
 // tiles are interleaved there, in front of every use, and nothing is laid out in memory. Up to 12 rows of activations are
-// multiplied with a tile column or, where they are few, with one tile after the other as they lie. Work grows with the rows that
-// count, and the order of summation is a cell's.
+// multiplied with a tile column or, where they are few, with one tile after the other as they lie. Work grows with the rows
+// that count, and the order of summation is a cell's.
 //
 // Weights are taken superblock by superblock, down 8 tile columns at a time: so they come from memory in runs of 64 KB, the
 // next one while this one is multiplied, and the sums of those columns wait in C meanwhile.
@@ -35,9 +35,9 @@ MOESAIC_INLINE void InterleaveRows(const BFloat16* rows, U32x16& low, U32x16& hi
 /// Rows whose sums, of one tile column, fit the registers.
 inline constexpr int kRowsInRegisters = 12;
 
-/// Rows, at most, with which tiles are met in the order in which they lie, which the hardware fetches ahead, and sums go to C and
-/// back for each. (GB/s of weights, two Zen 4 cores whose memory gives 32 to 35, in order and column by column: 1 row 33 and 24, 2
-/// rows 32 and 25, 8 rows 27 and 25; 12 rows, in a moment of 48, 19 and 24.)
+/// Rows, at most, with which tiles are met in the order in which they lie, which the hardware fetches ahead, and sums go to C
+/// and back for each. (GB/s of weights, two Zen 4 cores whose memory gives 32 to 35, in order and column by column: 1 row 33
+/// and 24, 2 rows 32 and 25, 8 rows 27 and 25; 12 rows, in a moment of 48, 19 and 24.)
 inline constexpr int kRowsInOrder = 8;
 
 /// Up to a superblock of stored tiles down a column, and the activations that meet them.

@@ -1,6 +1,7 @@
 // Sample, EstimateTopP: what some logits say about the whole row (sampling_kernels.h has the contracts).
 #pragma once
 
+#include "cpu_kernels/sampling/exact.h"
 #include "cpu_kernels/sampling/logits.h"
 
 namespace {
@@ -9,8 +10,8 @@ using namespace moesaic;
 
 /// Bisections: a bound is off by 2^-10 of the sample's range.
 inline constexpr int kBisections = 10;
-/// A sample whose weights are worth fewer equal ones says nothing.
-inline constexpr float kLeastWorth = 64;
+/// A sample whose weights are worth fewer equal ones says nothing; nor does what it has below the boundary.
+inline constexpr float kLeastWorth = 64, kLeastWorthBelow = 8;
 /// The share of the mass over which the density below the boundary is taken, where there is so much.
 inline constexpr float kWindow = 0.03f;
 
@@ -79,15 +80,25 @@ inline TopPEstimate EstimateTopP(const TopPEstimateArgs& args) {
     StoreF32(sample.weights + 16 * i, AddAbove(F32x16{}, x, Broadcast(-kInfinity), power(x - top)));
   }
   const float all = sample.Above<false>(-kInfinity), squares = sample.Above<true>(-kInfinity);
-  if (!(all * all > kLeastWorth * squares)) return estimate;
-
   const auto p = static_cast<float>(args.top_p);
-  const float window = kWindow < 0.5f * (1 - p) ? kWindow : 0.5f * (1 - p);
-  const float boundary = sample.BoundOf(p * all, top, depth), below = sample.BoundOf((p + window) * all, top, depth);
-  const float mass = sample.Above<false>(below) - sample.Above<false>(boundary);
+  float whole = all;  // what a sample has that is like the row
+  if (args.mass > 0) {
+    const double of_sample = static_cast<double>(kSamplingSample) / static_cast<double>(args.row.size);
+    whole = static_cast<float>(args.mass * ExpPrecise((args.reference - top) * args.inverse_temperature) * of_sample);
+    if (!((1 - p) * whole < all)) return estimate;
+  } else if (!(all * all > kLeastWorth * squares)) {
+    return estimate;
+  }
+  const float left = (1 - p) * whole, window = kWindow < 0.5f * (1 - p) ? kWindow * whole : 0.5f * left;
+  const float boundary = sample.BoundOf(all - left, top, depth), below = sample.BoundOf(all - left + window, top, depth);
+  const float above = sample.Above<false>(boundary), mass = sample.Above<false>(below) - above;
   if (!(below < boundary && mass > 0)) return estimate;
+  if (args.mass > 0) {
+    const float rest = all - above, rest_squares = squares - sample.Above<true>(boundary);
+    if (!(rest * rest > kLeastWorthBelow * rest_squares)) return estimate;
+  }
   estimate.boundary = boundary;
-  estimate.density = static_cast<double>(mass) / static_cast<double>(all) / (static_cast<double>(boundary) - below);
+  estimate.density = static_cast<double>(mass) / static_cast<double>(whole) / (static_cast<double>(boundary) - below);
   return estimate;
 }
 

@@ -30,11 +30,14 @@ struct LogitRow {
 inline constexpr std::int64_t kSamplingSample = 4096;
 
 /// Where the sample of a row of at least 16 expects the logit down to which the probabilities sum up to top_p. Logits may be of
-/// any kind; those that are not finite do not count.
+/// any kind; those that are not finite do not count. Where a few logits have most of the mass, so that a sample does not know
+/// the whole, it still knows what is below the boundary, if it is told the whole.
 struct TopPEstimateArgs {
   LogitRow row;
   double inverse_temperature = 1;
   double top_p = 1;
+  double mass = 0;  ///< of the row: the sum of e^((x - reference) / T), to 1e-3 or so; 0: not known
+  double reference = 0;
 };
 struct TopPEstimate {
   float boundary = 0;

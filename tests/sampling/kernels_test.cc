@@ -208,6 +208,28 @@ TEST_P(SamplingKernelsTest, TheEstimateIsNearTheBoundary) {
   }
 }
 
+/// Of rows in which a few logits have most of the mass: what the sample has below the boundary is within a third of its share.
+TEST_P(SamplingKernelsTest, TheEstimateKnowsWhatIsBelowWhereTheWholeIsKnown) {
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    const TypedRow data(50000, DType::kFloat32, 3, seed);
+    const double reference = *std::max_element(data.values.begin(), data.values.end());
+    const auto mass_up_to = [&](float bound) {
+      double sum = 0;
+      for (const float x : data.values) sum += x <= bound ? std::exp(static_cast<double>(x) - reference) : 0;
+      return sum;
+    };
+    const double total = mass_up_to(kInfinity);
+    EXPECT_EQ(Kernels().estimate_top_p({data.row, 1.0, 0.9}).density, 0);
+    const TopPEstimate estimate = Kernels().estimate_top_p({data.row, 1.0, 0.9, total, reference});
+    ASSERT_NEAR(mass_up_to(estimate.boundary) / total, 0.1, 0.033) << seed;
+    const double window = mass_up_to(estimate.boundary) - mass_up_to(estimate.boundary - 0.3f);
+    ASSERT_NEAR(estimate.density / (window / total / 0.3), 1, 0.5) << seed;
+    // More than the sample has, or a few elements.
+    EXPECT_EQ(Kernels().estimate_top_p({data.row, 1.0, 0.9, 1e9 * total, reference}).density, 0);
+    EXPECT_EQ(Kernels().estimate_top_p({data.row, 0.01, 0.9999, total, reference}).density, 0);
+  }
+}
+
 TEST_P(SamplingKernelsTest, ASampleThatSaysNothingGivesNoEstimate) {
   TypedRow data(50000, DType::kFloat32, 12, 1);  // so peaked that a few elements decide
   EXPECT_EQ(Kernels().estimate_top_p({data.row, 1.0, 0.9}).density, 0);

@@ -139,6 +139,17 @@ TEST(Sampler, KeepsWhatTheReferenceKeeps) {
   }
 }
 
+/// Between flat rows, of which a sample knows the boundary, and peaked ones.
+TEST(Sampler, KeepsWhatTheReferenceKeepsOfRowsWithAThousandProbableTokens) {
+  constexpr std::int64_t kRows = 3, kColumns = 50000;
+  for (const float deviation : {2.2f, 2.7f, 3.3f, 4.0f, 6.0f}) {
+    const std::vector<float> logits = Normal(kRows * kColumns, deviation, 21);
+    for (const double p : {0.3, 0.9, 0.99, 0.9999}) {
+      ExpectReference(logits, kRows, {.top_p = p}, "deviation " + std::to_string(deviation) + ", p " + std::to_string(p));
+    }
+  }
+}
+
 /// Rows of which many hold equal logits, zeros of both signs, and infinities.
 std::vector<float> Awkward(std::int64_t rows, std::int64_t columns, unsigned seed) {
   std::mt19937 random(seed);

@@ -27,20 +27,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "both": {"top_k": 50, "top_p": 0.9},
     "greedy": {"temperature": 0.0},
 }
-DISTRIBUTIONS = ("model", "flat")
+DISTRIBUTIONS = ("model", "flat", "wide")
 DTYPES = ("float32", "bfloat16", "float16")
 PEERS = ("torch", "torch_compile", "numpy")
 
 _DESCRIPTION = """\
 Draws a token for each row of logits with moesaic.sampling.sample and with its peers in turn: torch, the processors of
 transformers with softmax and multinomial; torch_compile, the same compiled; numpy, on one thread. Distributions:
-"model", whose probabilities fall as those of a language model (a power of the rank); "flat", normal logits. read: the
-time to read the logits once from memory on the same threads, by the bandwidth probed around each repetition; the rows
-come from memory, not from a cache, as far as 512 MiB of copies go. The probe leaves Python's and the engine's own code
-in no cache, and a call of anything then takes 100 to 200 us: one of the engine on 64 logits goes before each timed one,
-and of few rows several calls, each with another copy, are timed as one. First the kept sets and
-probabilities are compared with a reference in double precision; exits 1 if they differ. Stages: thread time by stage of
-calls apart from the timed ones."""
+"model", whose probabilities fall as those of a language model (a power of the rank); "flat", normal logits; "wide",
+the same with a deviation of 3, of which some thousand tokens have 0.9. read: the time to read the logits once from
+memory on the same threads, by the bandwidth probed around each repetition; the rows come from memory, not from a
+cache, as far as 512 MiB of copies go. The probe leaves Python's and the engine's own code in no cache, and a call of
+anything then takes 100 to 200 us: one of the engine on 64 logits goes before each timed one, and of few rows several
+calls, each with another copy, are timed as one. First the kept sets and probabilities are compared with a reference
+in double precision; exits 1 if they differ. Stages: thread time by stage of calls apart from the timed ones."""
 
 _COPIES_BYTES = 512 << 20
 _MOST_COPIES = 1000
@@ -55,7 +55,7 @@ def add_parser(benches: Any) -> None:
     add("--vocabulary", type=options.positive, default=151_936, metavar="V", help="default 151936")
     add("--rows", type=options.several(options.positive), default=[1, 8, 16, 64], metavar="N[,N...]", help="1,8,16,64")
     add("--settings", default="plain,top_k,top_p,both", metavar="NAME[,NAME...]", help=f"of {', '.join(SETTINGS)}")
-    add("--distributions", default="model,flat", metavar="NAME[,NAME]", help="model, flat")
+    add("--distributions", default="model,flat", metavar="NAME[,NAME]", help=f"of {', '.join(DISTRIBUTIONS)}")
     add("--dtype", choices=DTYPES, default="float32", help="of the logits (default float32)")
     add(
         "--peers", default="torch", metavar="NAME[,NAME...]", help=f"of {', '.join(PEERS)}; empty: none (default torch)"
@@ -177,8 +177,8 @@ def _batches(distribution: str, rows: int, vocabulary: int, dtype: torch.dtype) 
     from moesaic import _core
 
     generator = torch.Generator().manual_seed(0)
-    if distribution == "flat":
-        logits = torch.randn(rows, vocabulary, generator=generator)
+    if distribution in ("flat", "wide"):
+        logits = (3.0 if distribution == "wide" else 1.0) * torch.randn(rows, vocabulary, generator=generator)
     else:
         ranks = torch.argsort(torch.rand(rows, vocabulary, generator=generator), dim=-1)
         logits = -1.5 * (ranks.float() + 1).log() + 0.3 * torch.randn(rows, vocabulary, generator=generator)
