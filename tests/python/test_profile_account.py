@@ -130,6 +130,6 @@ def test_a_profile_inside_another_one_has_its_own_layers() -> None:
     counts = []
     for profile in (inner, outer):
         (row,) = profile.document()["layers"]
-        merge = next(phase for phase in row["phases"] if phase["name"] == "merge")
-        counts.append((row["calls"], row["first_ms"] is None, merge["calls"]))
+        routing = next(phase for phase in row["phases"] if phase["name"] == "routing")
+        counts.append((row["calls"], row["first_ms"] is None, routing["calls"]))
     assert counts == [(2, True, 2), (4, False, 4)]
