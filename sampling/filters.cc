@@ -27,6 +27,7 @@ constexpr std::int64_t kPeakedBlocks = 64;
 constexpr double kCoarse = 6e-6;
 constexpr double kCoarseProduct = 5e-8;
 constexpr int kMostMoves = 4;
+/// How much wider the bracket is that follows one which was too narrow.
 constexpr float kWider = 8;
 /// Within which the coarse sums split an exponent into a whole number and the rest.
 constexpr double kMostExponent = 1 << 20;
@@ -156,6 +157,7 @@ bool Row::TakePeak(double target) {
   return false;
 }
 
+/// What the sample says: high_ and density_, if anything.
 TopPEstimate Row::Estimate(const TopPEstimateArgs& args) {
   const TopPEstimate estimate = kernels_.estimate_top_p(args);
   high_ = estimate.boundary;
@@ -188,7 +190,7 @@ void Row::FinishTopP() {
     const double inside = ListWeight();
     if (is_above_) above -= inside;  // that was above the estimate
     is_above_ = false;
-    if (moves > kMostMoves) {  // rounding sends it to and fro: all elements at once
+    if (moves > kMostMoves) {  // rounding sends it to and fro, or the sample was far off: all elements at once
       total_ = inside;
       above = 0;
       exact = true;
@@ -220,10 +222,10 @@ void Row::FinishTopP() {
     } else if (above >= target) {
       low_ = std::nextafter(high_, kInfinity);
       high_ = kInfinity;
-    } else {  // in what is below, some times as wide
+    } else {  // what is below, some times as wide; all of it where that is nothing
       const float depth = kWider * (high_ - low_);
       high_ = std::nextafter(low_, -kInfinity);
-      low_ = std::max(kLowest, high_ - depth);
+      low_ = high_ - depth < high_ ? std::max(kLowest, high_ - depth) : kLowest;
     }
     Collect(low_, high_, mass);
     above = sum_above();

@@ -139,7 +139,7 @@ class Row {
   double total_ = 0;           // mass of the row, relative to its largest logit; after a filter of what is kept, unless listed
   double doubt_ = 0;           // by how much the fast sums may be off
   float low_ = 0, high_ = 0;   // the bracket around the boundary of top_p
-  bool is_estimated_ = false;  // high_ is where the sample has the boundary: the first pass adds up what is above
+  bool is_estimated_ = false;  // high_ is where the sample has the boundary: the pass with exact sums adds up what is above
   double density_ = 0;         // of mass below that
   double above_ = 0;           // the mass above it
   bool is_above_ = false;      // the bracket is above it

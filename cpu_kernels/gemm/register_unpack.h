@@ -47,7 +47,7 @@ struct RegisterRun {
   const BFloat16* left;
   std::int64_t left_stride;   ///< from one pair of tiles to the next
   const BFloat16* ahead;      ///< lines to be prefetched beside the first tile
-  std::int64_t lines;         ///< beside each tile
+  std::int64_t lines;         ///< beside each tile, where a column is taken at a time
   std::int64_t ahead_stride;  ///< from those beside one tile to those beside the next
 
   std::int64_t LeftStep(std::int64_t n) const { return n % 2 == 0 ? kPanelRows : left_stride - kPanelRows; }
@@ -109,18 +109,19 @@ template <class Product, int kRows>
 template <class Product, int kRows>
 [[gnu::noinline]] void MultiplyInOrder(const RegisterRun& run, int columns, float* c, std::int64_t ldc, bool accumulate) {
   constexpr int kEvery = kRows <= kRowsFetchedAhead ? Product::kLinesFetchedAhead : 1;
+  static_assert(kEvery == 1 || kEvery == 4);
   const BFloat16* left = run.left;
   for (std::int64_t n = 0; n < run.length; ++n, accumulate = true) {
     const BFloat16 *tile = run.tiles + n * run.stride, *ahead = run.ahead + n * run.ahead_stride;
     for (int j = 0; j < columns; ++j, tile += kTileElements, ahead += kTileElements) {
-      if constexpr (kEvery > 2) {
+      if constexpr (kEvery > 1) {
         for (int i = 0; i < kPanelRows; i += kEvery) __builtin_prefetch(ahead + i * kTileColumns, 0, 2);
       }
       F32x16 sum[kRows][2] = {};
       if (accumulate) LoadSums(c + j * kTileColumns, ldc, sum);
       MultiplyTile<Product, kRows>(tile, left, sum, [&](int p) {
-        if constexpr (kEvery <= 2) {
-          for (int i = 0; i < 2; i += kEvery) __builtin_prefetch(ahead + (2 * p + i) * kTileColumns, 0, 2);
+        if constexpr (kEvery == 1) {
+          for (int i = 0; i < 2; ++i) __builtin_prefetch(ahead + (2 * p + i) * kTileColumns, 0, 2);
         }
       });
       StoreSums(sum, c + j * kTileColumns, ldc);
@@ -181,7 +182,6 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
   TileRun tiles{decoded, kTileElements, block.length};
   if (weights.codec == nullptr) tiles = weights.RunDownColumn(block.panel, block.column);
   RegisterRun run{tiles.data, tiles.stride, block.length, left, x.column_stride * kTileElements, ahead.data, 0, ahead.stride};
-  const std::int64_t groups = CeilDiv(rows, kRowsInRegisters);
   if (rows <= kRowsInOrder && weights.codec == nullptr && weights.column_stride == 0) {
     if (ahead.data == nullptr) {  // what is there already
       run.ahead = run.tiles;
@@ -189,6 +189,7 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
     }
     return MultiplyInOrder<Product>(rows, run, block.columns, c, ldc, accumulate);
   }
+  const std::int64_t groups = CeilDiv(rows, kRowsInRegisters);
   // A whole superblock follows: 64 KB in their order. Else tile by tile, as far as this block has tiles beside them.
   const bool in_order = ahead.stride == block.columns * kTileElements;
   for (int j = 0; j < block.columns; ++j) {

@@ -46,6 +46,18 @@ struct WeightedSample {
     return SumOfLanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 
+  /// The sum of weights over x < bound, or of their squares. (As a difference from all it would be rounding where few are
+  /// above.)
+  template <bool kSquares>
+  MOESAIC_INLINE float Below(float bound) const {
+    F32x16 sum{};
+    for (std::int64_t i = 0; i < kSamplingSample; i += 16) {
+      const F32x16 w = LoadF32(weights + i);
+      sum = AddAbove(sum, -LoadF32(values + i), Broadcast(-bound), kSquares ? w * w : w);
+    }
+    return SumOfLanes(sum);
+  }
+
   /// A bound above which are weights of about `target`.
   MOESAIC_INLINE float BoundOf(float target, float top, float depth) const {
     float near = 0, far = depth;
@@ -89,13 +101,13 @@ inline TopPEstimate EstimateTopP(const TopPEstimateArgs& args) {
   } else if (!(all * all > kLeastWorth * squares)) {
     return estimate;
   }
-  const float left = (1 - p) * whole, window = kWindow < 0.5f * (1 - p) ? kWindow * whole : 0.5f * left;
+  const float left = (1 - p) * whole, window = whole * (kWindow < 0.5f * (1 - p) ? kWindow : 0.5f * (1 - p));
   const float boundary = sample.BoundOf(all - left, top, depth), below = sample.BoundOf(all - left + window, top, depth);
-  const float above = sample.Above<false>(boundary), mass = sample.Above<false>(below) - above;
+  const float mass = sample.Above<false>(below) - sample.Above<false>(boundary);
   if (!(below < boundary && mass > 0)) return estimate;
   if (args.mass > 0) {
-    const float rest = all - above, rest_squares = squares - sample.Above<true>(boundary);
-    if (!(rest * rest > kLeastWorthBelow * rest_squares)) return estimate;
+    const float rest = sample.Below<false>(boundary);
+    if (!(rest * rest > kLeastWorthBelow * sample.Below<true>(boundary))) return estimate;
   }
   estimate.boundary = boundary;
   estimate.density = static_cast<double>(mass) / static_cast<double>(whole) / (static_cast<double>(boundary) - below);

@@ -8,7 +8,7 @@ namespace {
 
 using namespace moesaic;
 
-/// e^x for x <= 0, relative error below 1e-15; 0 below -708. 2^n times the exponential series to degree 13 on
+/// e^x for x <= 709, relative error below 1e-15; 0 below -708. 2^n times the exponential series to degree 13 on
 /// [-log(2) / 2, log(2) / 2], whose remainder is 4e-18.
 MOESAIC_INLINE double ExpPrecise(double x) {
   constexpr double kShift = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to the nearest integer

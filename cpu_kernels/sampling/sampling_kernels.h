@@ -36,8 +36,8 @@ struct TopPEstimateArgs {
   LogitRow row;
   double inverse_temperature = 1;
   double top_p = 1;
-  double mass = 0;  ///< of the row: the sum of e^((x - reference) / T), to 1e-3 or so; 0: not known
-  double reference = 0;
+  double mass = 0;       ///< of the row: the sum of e^((x - reference) / T), to 1e-3 or so; 0: not known
+  double reference = 0;  ///< at most 709 T above the sample's largest logit
 };
 struct TopPEstimate {
   float boundary = 0;

@@ -531,7 +531,7 @@ def test_long_contractions_are_cut_where_activations_leave_the_cache():
     assert few.evaluate(shape).configuration.call_depth == 8192
 
 
-def test_amx_needs_no_prefetch_for_weights_that_it_meets_once():
+def test_amx_prefetches_weights_that_it_meets_once_by_itself():
     evaluator = GemmEvaluator(Machine.named("emr-16c"), 1, cache=False)
 
     def milliseconds(rows, columns):

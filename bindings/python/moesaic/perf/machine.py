@@ -257,11 +257,14 @@ class Machine:
     # ---- this host ----
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls, progress: Callable[[str], None] | None = None) -> Machine:
         """This host: the description kept in the cache folder, measured when there is none that fits.
 
         It fits when host, number of threads, tier and version are the same. Where the folder cannot be written it is
         measured in each process.
+
+        Args:
+            progress: as of `measure`.
         """
         from moesaic.perf.cache import cache_folder
 
@@ -269,7 +272,7 @@ class Machine:
         try:
             return cls.load(path)
         except (OSError, ValueError):
-            machine = cls.measure()
+            machine = cls.measure(progress)
         with contextlib.suppress(OSError):
             machine.save(path)
         return machine
@@ -286,7 +289,7 @@ class Machine:
         """
         from moesaic.perf.measure import memory_gbps
 
-        machine, threads = cls.here(), _core.get_num_threads()
+        machine, threads = cls.here(progress), _core.get_num_threads()
         if abs(memory_gbps(threads) / at_threads(machine.dram_gbps, threads) - 1) <= 1 / 6:
             return machine
         return cls.measure(progress)

@@ -292,7 +292,7 @@ def _with_rate(
     What was measured is taken to be 7% uncertain, and the rate to be within some 20% of the memory's own: it is not
     told by rows whose products take much longer than the memory."""
     most = at_threads(machine.dram_gbps, threads)
-    form = "direct" if "direct" in name else "unpack"
+    form = name.removeprefix("few_").removesuffix("_gbps")
 
     def fitted(share: float) -> tuple[Machine, float]:
         figure = {**getattr(machine.kernels[tier], name), threads: share * most}
