@@ -54,7 +54,8 @@ struct Blocking {
 };
 
 /// Parts into which each of `pieces` of work is cut for `threads` threads: so many tasks a thread that the last ones do not
-/// leave cores idle, three in a single product and in a layer with jobs for all threads. One where the pieces are so many already.
+/// leave cores idle, three in a single product and in a layer with jobs for all threads. One where the pieces are so many
+/// already.
 std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t tasks_of_thread = 3);
 
 /// In a layer with fewer jobs than threads, each of whose stages waits for the last task of the one before. (8 experts on 16
