@@ -13,7 +13,7 @@ namespace {
 
 struct Avx512Bf16Product {
   /// Zen: the hardware, which sees lines met in their order, brings the others, and more of them at a time. (GB/s, two Zen 4
-  /// cores, memory of 60, direct form, 1 and 2 rows: 32 and 43; all lines prefetched 31 and 32.)
+  /// cores, memory of 60, direct form, 2 rows: 43; all lines prefetched 32.)
   static constexpr int kLinesFetchedAhead = 4;
   /// Into L1 each prefetch would hold one of a core's few line buffers as long as memory takes: 2, 4, 8 rows 31, 31, 28; to L2
   /// all lines 32, 44, 47.

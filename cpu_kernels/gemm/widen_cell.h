@@ -37,7 +37,8 @@ struct VectorOf<16> {
 };
 
 struct WidenProduct {
-  /// Intel: all of them. (GB/s, 16 threads, memory of 198, 1 row, direct and unpack: 168 and 147; every fourth 152 and 125.)
+  /// Intel: all of them. (GB/s, 16 threads, memory of 198, 1 row, direct and unpack, into L1: 168 and 147; every fourth to L2
+  /// 152 and 125.)
   static constexpr int kLinesFetchedAhead = 1;
   /// 4 rows 137; to L2 128.
   static constexpr int kFetchedTo = 3;

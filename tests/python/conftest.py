@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ import torch
 
 import moesaic
 from moesaic import _core
+from moesaic.perf import Machine
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +49,20 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
         )
 
     return run
+
+
+@pytest.fixture(scope="module", params=Machine.names())
+def machine(request: pytest.FixtureRequest) -> Machine:
+    """Each description that comes with the package."""
+    return Machine.named(request.param)
+
+
+@pytest.fixture(scope="module")
+def here() -> Machine:
+    """A description of this host with the figures of another: what is run here is not compared with times."""
+    like = Machine.named("zen5-2c")
+    kernels = {moesaic.isa(): like.kernels["avx512_bf16"]}
+    name, cpu = platform.node() or "here", _core.cpu_name()
+    return dataclasses.replace(
+        like, name=name, cpu=cpu, source="measured", isa=moesaic.isa(), kernels=kernels, threads=2, l3_bytes=1 << 20
+    )

@@ -1,0 +1,267 @@
+"""Descriptions of machines: files, and measuring this host."""
+
+import dataclasses
+import json
+
+import pytest
+
+import moesaic
+from moesaic import _core
+from moesaic.perf import GemmEvaluator, GemmShape, Machine, measure
+
+
+def test_descriptions_that_come_with_the_package():
+    assert Machine.names() == ["emr-16c", "spr-2x60c", "zen5-2c"]
+    for name in Machine.names():
+        machine = Machine.named(name)
+        assert machine.name == name and "not this machine" in machine.source
+        assert Machine.find(name) == machine
+    assert Machine.named("spr-2x60c").threads == 120 and Machine.named("spr-2x60c").sockets == 2
+
+
+def test_save_and_load(machine, tmp_path):
+    path = tmp_path / "m.json"
+    machine.save(path)
+    again = Machine.load(path)
+    assert again == machine and again.identity == machine.identity and Machine.find(str(path)) == machine
+    assert dataclasses.replace(machine, l2_ns=9.0).identity != machine.identity
+
+
+def _paths(document, prefix=()):
+    for key, value in document.items():
+        yield (*prefix, key)
+        if key in ("kernels", "per_thread") or prefix[-1:] in (("kernels",), ("per_thread",)):
+            yield from _paths(value, (*prefix, key))
+
+
+def test_cores_that_share_what_computes():
+    machine = Machine.named("emr-16c")
+    kernels = machine.kernels["amx_bf16"]
+    alone = kernels.per_thread[1]
+    assert kernels.of_each(1) == alone
+    # Not measured with so many: as much slower as multiply-adds are.
+    factor = 16 * kernels.compute_gflops[1] / kernels.compute_gflops[16]
+    assert kernels.of_each(16).step_ns[1][1] == pytest.approx(factor * alone.step_ns[1][1])
+    assert kernels.of_each(16).pack_gbps == pytest.approx(alone.pack_gbps / factor)
+    shared = alone.slower(3.0)
+    measured = dataclasses.replace(kernels, per_thread={1: alone, 16: shared})
+    assert measured.of_each(16) == shared and measured.of_each(8).step_ns < shared.step_ns
+    both = dataclasses.replace(machine, kernels={"amx_bf16": measured})
+    assert Machine.from_json(both.to_json()) == both
+    shape = GemmShape(m=512, k=2048, n=4096, packed=True)
+    times = [GemmEvaluator(m, 16, cache=False).evaluate(shape).milliseconds for m in (machine, both)]
+    assert times[1] > 1.5 * times[0]
+    late = dataclasses.replace(machine, uneven={1: 1.0, 16: 1.5})
+    assert GemmEvaluator(late, 16, cache=False).evaluate(shape).milliseconds > times[0]
+
+
+def test_one_thread_counts_at_its_best_and_several_as_usual():
+    alone, together = measure._Rates(1), measure._Rates(2)
+    for rates in (alone, together):
+        rates.gbps += [[100.0, 50.0, 60.0, 20.0], [90.0, 40.0, 30.0, 25.0], [80.0, 45.0, 35.0, 10.0]]
+    assert alone.caches() == [100.0, 50.0, 50.0, 25.0]  # none gives more than the one before
+    assert together.caches() == [90.0, 45.0, 35.0, 20.0]
+    assert alone.time([3.0, 1.0, 2.0]) == 1.0 and together.time([3.0, 1.0, 2.0]) == 2.0
+    assert alone.rate([3.0, 1.0, 2.0]) == 3.0 and together.rate([3.0, 1.0, 2.0]) == 2.0
+
+
+def test_threads_hand_tiles_to_each_other():
+    machine = Machine.named("emr-16c")
+    free = dataclasses.replace(machine, claim_ns={1: 0.0})
+    shape = GemmShape(m=512, k=2048, n=4096)
+    tiles = 512 // 16 * 2048 // 32
+
+    def milliseconds(some: Machine, shape: GemmShape, threads: int = 16) -> float:
+        return GemmEvaluator(some, threads, cache=False).evaluate(shape).milliseconds
+
+    # Each thread packs its share.
+    claimed = dataclasses.replace(free, claim_ns={1: 0.0, 16: 1600.0})
+    assert milliseconds(claimed, shape) - milliseconds(free, shape) == pytest.approx(tiles * 100e-6, rel=0.05)
+    packed = dataclasses.replace(shape, packed=True)
+    assert milliseconds(machine, packed) == milliseconds(free, packed)
+    assert milliseconds(machine, shape, 1) == milliseconds(free, shape, 1)
+
+
+def test_a_missing_figure_is_named():
+    whole = Machine.named("emr-16c").to_json()
+    fields = [path for path in _paths(whole) if path != ("kernels", "amx_bf16")]
+    assert len(fields) > 30
+    for path in fields:
+        document = json.loads(json.dumps(whole))
+        at = document
+        for key in path[:-1]:
+            at = at[key]
+        del at[path[-1]]
+        with pytest.raises(ValueError, match=path[-1]) as error:
+            Machine.from_json(document, "m.json")
+        assert "\n" not in str(error.value) and str(error.value).startswith("m.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("threads", 0),
+        ("threads", 2.5),
+        ("l2_bytes", -1),
+        ("dram_ns", "fast"),
+        ("dram_ns", float("nan")),
+        ("l3_gbps", {}),
+        ("l3_gbps", {"1": -5}),
+        ("l3_gbps", {"none": 5}),
+        ("kernels", []),
+        ("isa", "amx"),
+        ("name", 7),
+    ],
+)
+def test_a_figure_that_makes_no_sense_is_named(field, value):
+    with pytest.raises(ValueError, match="kernels.amx" if field == "isa" else field):
+        Machine.from_json(Machine.named("zen5-2c").to_json() | {field: value})
+
+
+def test_unknown_machines_and_files(tmp_path):
+    (tmp_path / "text").write_text("no JSON")
+    with pytest.raises(ValueError, match="emr-16c"):
+        Machine.named("mine")
+    with pytest.raises(ValueError, match="not JSON"):
+        Machine.load(tmp_path / "text")
+    with pytest.raises(FileNotFoundError):
+        Machine.load(tmp_path / "none")
+
+
+def test_this_host_is_measured_once(tmp_path, monkeypatch, here):
+    monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path))
+    calls = []
+    monkeypatch.setattr(Machine, "measure", classmethod(lambda cls, progress=None: calls.append(1) or here))
+    assert Machine.here() == here and Machine.here() == here and len(calls) == 1
+    (path,) = tmp_path.glob("machine-*.json")
+    path.write_text("{}")  # an old or broken description is measured anew
+    assert Machine.here() == here and len(calls) == 2
+
+
+@pytest.mark.parametrize(("now", "times"), [(1.0, 1), (1.1, 1), (0.87, 1), (1.2, 2), (0.6, 2)])
+def test_this_host_is_measured_anew_where_its_memory_is_another(tmp_path, monkeypatch, here, now, times):
+    monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path))
+    calls = []
+    found = iter((here, dataclasses.replace(here, name="now")))
+    monkeypatch.setattr(Machine, "measure", classmethod(lambda cls, progress=None: calls.append(1) or next(found)))
+    monkeypatch.setattr(measure, "memory_gbps", lambda threads: now * here.dram_gbps[threads])
+    assert (Machine.here_now().name == "now") == (times == 2) and len(calls) == times
+    assert Machine.here() == here  # what is kept stays
+
+
+def test_what_the_memory_gives_just_now():
+    assert 0.1 < measure.memory_gbps(1) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("told", "really", "held"),
+    [
+        (256 << 20, 512 << 20, 256 << 20),  # all of it
+        (256 << 20, 200 << 20, 256 << 20),  # three quarters of it are read at L3's rate
+        (256 << 20, 150 << 20, 128 << 20),
+        (256 << 20, 40 << 20, 32 << 20),
+        (256 << 20, 0, 32 << 20),  # more than the rate of L3 was measured with, 8 MB a thread
+        (12 << 20, 0, 12 << 20),  # nor where that is all there is
+    ],
+)
+def test_what_a_guest_gets_of_the_last_level_cache(told, really, held):
+    """Two threads with 2 MB of L2 each; 100 GB/s from as much of L3 as is really there, 20 from memory."""
+
+    class Reads:
+        def read(self, block_bytes, seconds):
+            assert seconds > 0
+            return 100.0 if 2 * block_bytes <= really else 20.0
+
+    host = object.__new__(measure._Host)  # without measuring
+    host.l2, host.shared_l3, host.l3, host.threads = 2 << 20, told, told, 2
+    assert host.l3_held(Reads(), [400.0, 200.0, 100.0, 20.0]) == held
+    assert host.l3_held(Reads(), [400.0, 200.0, 21.0, 20.0]) == told  # as slow as memory: nothing tells them apart
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_measured_figures_make_sense(monkeypatch, threads):
+    monkeypatch.setattr(measure, "far_bytes", lambda l3: 16 << 20)  # quick; whether that is far does not matter here
+    monkeypatch.setattr(measure, "_ROUNDS", 2)
+    monkeypatch.setattr(measure, "_KERNEL_TURNS", 2)
+    moesaic.set_num_threads(threads)
+    machine = Machine.measure()
+    assert machine.source == "measured" and machine.isa == moesaic.isa() and machine.threads == threads
+    assert machine.l1_ns <= machine.l2_ns <= machine.l3_ns <= machine.dram_ns
+    assert machine.l1_gbps[1] >= machine.l2_gbps[1] >= machine.l3_gbps[1] >= machine.dram_gbps[1] > 0
+    kernels = machine.kernels[machine.isa]
+    for rates in (kernels.direct_gbps, kernels.unpack_gbps, kernels.few_direct_gbps, kernels.few_unpack_gbps):
+        assert all(0 < rates[n] <= machine.dram_gbps[n] for n in (1, threads))
+    assert 1 <= kernels.per_thread[1].overlap <= 3
+    # Of one thread, and of all at the same time.
+    assert set(kernels.per_thread) == set(machine.uneven) == {1, threads}
+    assert machine.uneven[1] == 1 <= machine.uneven[threads]
+    for handed in (machine.claim_ns, machine.fetch_ns):
+        assert handed[1] == 0 <= handed[threads] < 1e5
+    for each in kernels.per_thread.values():
+        assert min(min(row) for row in each.step_ns) > 0 and each.again_ns >= each.cell_ns >= 0 and each.l2_tile_ns >= 0
+    alone, together = kernels.per_thread[1], kernels.per_thread[threads]
+    assert alone.no_slower_than(together) == alone
+    assert Machine.from_json(machine.to_json()) == machine
+
+
+def test_the_better_of_two_figures():
+    one = Machine.named("zen5-2c").kernels["avx512_bf16"].per_thread[1]
+    few = dataclasses.replace(one, few_tile_ns=((5.0, 6.0), (7.0, 8.0)))
+    slower = dataclasses.replace(few.slower(2.0), overlap=1.0)
+    assert few.no_slower_than(slower) == few
+    assert slower.no_slower_than(few) == dataclasses.replace(few, overlap=1.0)
+    mixed = dataclasses.replace(few, cell_ns=few.cell_ns + 1, pack_gbps=2 * few.pack_gbps)
+    assert few.no_slower_than(mixed) == dataclasses.replace(few, pack_gbps=mixed.pack_gbps)
+
+
+def test_the_rate_of_weights_makes_the_model_say_what_was_measured():
+    machine = Machine.named("emr-16c")  # few rows are decided by the memory there
+    rows = measure._stream_rows(machine.kernels[machine.isa].per_thread[1], machine.dram_gbps[1], True)
+    assert rows["direct"] == rows["unpack"]  # no forms for few
+    rows = rows["direct"]
+    told = {count: measure._stream_gbps(machine, machine.isa, 1, "direct", count) for count in rows}
+    slower = {count: 0.7 * told[count] for count in rows[:1]}
+    fitted, _ = measure._with_rate(machine, machine.isa, 1, "direct_gbps", slower)
+    assert measure._stream_gbps(fitted, machine.isa, 1, "direct", rows[0]) == pytest.approx(slower[rows[0]], rel=0.1)
+    unpack_gbps = 0.8 * measure._stream_gbps(machine, machine.isa, 1, "unpack", rows[0])
+    unpacked = {(machine.isa, "unpack", rows[0]): (unpack_gbps, unpack_gbps)}
+    direct = {(machine.isa, "direct", count): (gbps, gbps) for count, gbps in told.items()}
+    again = measure._with_supply(machine, machine.isa, {1: direct | unpacked}).kernels[machine.isa]
+    assert again.per_thread[1].overlap == machine.kernels[machine.isa].per_thread[1].overlap
+    before = machine.kernels[machine.isa]
+    assert again.direct_gbps[1] == pytest.approx(before.direct_gbps[1], rel=0.1)
+    assert again.unpack_gbps[1] < before.unpack_gbps[1]
+    assert again.few_direct_gbps[1] == again.direct_gbps[1] and again.few_unpack_gbps[1] == again.unpack_gbps[1]
+    # The best moments tell how well things overlap, the mean of few rows the rate.
+    usual = {key: (gbps, 0.8 * gbps) for key, (gbps, _) in direct.items()}
+    third = measure._with_supply(machine, machine.isa, {1: usual | unpacked}).kernels[machine.isa]
+    assert third.per_thread[1].overlap == again.per_thread[1].overlap
+    assert third.direct_gbps[1] < 0.95 * again.direct_gbps[1]
+    # Where products take nearly all of the time, nothing is told about the memory: it is the memory's own rate.
+    portable = Machine.named("zen5-2c")
+    isa = portable.isa
+    many = {384: 0.95 * measure._stream_gbps(portable, isa, 1, "direct", 384)}
+    hardly, _ = measure._with_rate(portable, isa, 1, "direct_gbps", many)
+    assert hardly.kernels[isa].direct_gbps[1] == pytest.approx(portable.dram_gbps[1], rel=0.1)
+
+
+def test_the_forms_for_few_rows_have_rates_of_their_own():
+    machine = Machine.named("zen5-2c")
+    isa, most = machine.isa, machine.dram_gbps[2]
+    kernels = dataclasses.replace(
+        machine.kernels[isa],
+        **{name: {2: most} for name in ("few_direct_gbps", "few_unpack_gbps", "direct_gbps", "unpack_gbps")},
+    )
+    machine = dataclasses.replace(machine, kernels={isa: kernels})
+    rows = measure._stream_rows(kernels.per_thread[1], machine.dram_gbps[1], False)
+    assert rows["unpack"] == measure._FEW_ROWS == rows["direct"][:3] and min(rows["direct"][3:]) > _core.most_few_rows
+    streams = {}
+    for form, share in (("direct", 0.9), ("unpack", 0.8)):
+        for count in rows[form]:
+            gbps = measure._stream_gbps(machine, isa, 2, form, count) * (share if count in measure._FEW_ROWS else 1.0)
+            streams[isa, form, count] = (gbps, gbps)
+    found = measure._with_supply(machine, isa, {2: streams}).kernels[isa]
+    assert found.direct_gbps[2] == pytest.approx(most, rel=0.05)
+    assert 0.85 * most < found.few_direct_gbps[2] < 0.97 * most
+    assert 0.73 * most < found.few_unpack_gbps[2] < 0.92 * most
+    assert found.unpack_gbps[2] == found.few_unpack_gbps[2]
