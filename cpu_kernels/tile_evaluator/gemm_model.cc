@@ -64,6 +64,10 @@ constexpr double kOncePassedOverlap = 2.5, kPassedOverlap = 6;
 /// Rows of a pass.
 constexpr std::int64_t kDirectPass = 8;
 
+/// Of the ring in which the unpack form meets a matrix unit's few rows. (AMX, 16 threads, 1 to 22 rows: with the overlap that
+/// a description gives to more rows, 1.5, 2 and 3 in three of one host, 7 products were 11 and 9% too slow and 2% too fast.)
+constexpr double kRingOverlap = 2.5;
+
 /// What the direct form for few rows takes to lay out a tile of activations, of what a superblock's panels take with it. (Zen
 /// 5, 28 x 1,152 x 3,840 and 56 x 896 x 1,792: in calls of 32 columns 1.19 and 1.18 times as long as of 128.)
 constexpr double kLaysOut = 0.06;
@@ -196,29 +200,10 @@ class TaskCounter {
       CountCells(task, call_rows, parts, pieces, cost);
     }
     const bool prefetches = direct && !cost.once && call_columns <= kMostPrefetched && column_calls > 1;
-    // The direct form prefetches from call to call, the unpack form from a slice of a tile column of a call to the next.
-    if (p_.form != GemmForm::kGradient) {
-      const std::int64_t fetched = p_.form == GemmForm::kUnpack ? CeilDiv(task.columns, kTileColumns) * (slices ? parts : 1)
-                                   : prefetches                 ? column_calls
-                                                                : 1;
-      // Kernels that meet each weight once prefetch all along (gemm/direct_gemm.h, UnpackRing); where a ring begins is counted
-      // below.
-      cost.unfetched =
-          cost.once ? 0 : static_cast<double>(p_.form == GemmForm::kUnpack ? column_calls : 1) / static_cast<double>(fetched);
-    }
+    cost.unfetched = Unfetched(task, cost, call_columns, prefetches, slices ? parts : 1);
     cost.calls_ns = calls * m_.kernel.call_ns;
-    if (p_.form == GemmForm::kUnpack && !unit && !cost.few && task.weights_from == MemoryLevel::kMemory) {
-      const double share = Product(kTileColumns, depth, p_.weight_bytes) / static_cast<double>(m_.cache_bytes[1]);
-      const double lines = Product(task.columns, p_.k, p_.weight_bytes) / 64;
-      cost.lost_ns = (1 - cost.unfetched) * lines * std::min(share, 1.0) * m_.latency_ns[3] / kLostAtATime;
-    }
-
-    if (p_.form == GemmForm::kUnpack && unit && task.weights_from == MemoryLevel::kMemory) {
-      // Nothing is unpacked or computed beside the first part of a call: a slice of a column, or what a ring is ahead.
-      const std::int64_t rows = std::min(call_depth, kRightTiles * kTileColumns);
-      const double lines = Product(rows, kTileColumns, p_.weight_bytes) / 64;
-      cost.lost_ns = static_cast<double>(row_calls * column_calls) * lines * m_.latency_ns[3] / kLostAtATime;
-    }
+    if (task.weights_from == MemoryLevel::kMemory && !cost.few)
+      cost.lost_ns = LostNs(task, cost, call_columns, row_calls, call_depth, depth);
 
     // Loops over calls: how often each operand is read anew, and what is read in between.
     const double weights = Product(task.columns, p_.k, p_.weight_bytes), activations = Product(task.rows, p_.k, 2);
@@ -275,15 +260,68 @@ class TaskCounter {
            (more > 0 ? static_cast<double>(more) * of(rows / groups + 1) : 0.0);
   }
 
+  /// Cache lines of weights.
+  double Lines(std::int64_t columns, std::int64_t depth) const { return Product(columns, depth, p_.weight_bytes) / 64; }
+
+  /// Calls of a task of the direct form that begin with weights which no other call prefetches.
+  static double Begins(std::int64_t call_columns, std::int64_t column_calls) {
+    return call_columns <= kMostPrefetched ? 1.0 : static_cast<double>(column_calls);
+  }
+
+  /// The wait for weights from memory that nothing prefetches, or too early.
+  /// @param depth  of a part of the contraction
+  double LostNs(const TaskShape& task, const TaskCost& cost, std::int64_t call_columns, std::int64_t row_calls,
+                std::int64_t call_depth, std::int64_t depth) const {
+    const double line_ns = m_.latency_ns[3] / kLostAtATime;
+    const std::int64_t column_calls = CeilDiv(task.columns, call_columns);
+    const bool unit = m_.kernel.unpack_overlaps;
+    if (p_.form == GemmForm::kUnpack && !unit) {
+      const double share = Product(kTileColumns, depth, p_.weight_bytes) / static_cast<double>(m_.cache_bytes[1]);
+      return (1 - cost.unfetched) * Lines(task.columns, p_.k) * std::min(share, 1.0) * line_ns;
+    }
+    // Nothing is unpacked or computed beside the first part of a call: a slice of a column, or what a ring is ahead.
+    if (p_.form == GemmForm::kUnpack) {
+      const double calls = static_cast<double>(row_calls * column_calls);
+      return calls * Lines(kTileColumns, std::min(call_depth, kRightTiles * kTileColumns)) * line_ns;
+    }
+    // Nor beside the first piece of a task, or of each call whose weights no other call prefetches.
+    if (p_.form == GemmForm::kDirect && unit && !cost.once) {
+      const std::int64_t piece = std::min(call_columns, m_.kernel.left_panels * kPanelRows);
+      return Begins(call_columns, column_calls) * Lines(piece, depth) * line_ns;
+    }
+    return 0;
+  }
+
+  /// Share of a task's weights that nothing prefetches.
+  /// @param slices  of the contraction, in the unpack form
+  double Unfetched(const TaskShape& task, const TaskCost& cost, std::int64_t call_columns, bool prefetches,
+                   std::int64_t slices) const {
+    // Kernels that meet each weight once prefetch all along (gemm/direct_gemm.h, UnpackRing).
+    if (cost.once || p_.form == GemmForm::kGradient) return 0;
+    const std::int64_t column_calls = CeilDiv(task.columns, call_columns);
+    // The first slice of a tile column of each call.
+    if (p_.form == GemmForm::kUnpack)
+      return static_cast<double>(column_calls) / static_cast<double>(CeilDiv(task.columns, kTileColumns) * slices);
+    if (cost.few) return prefetches ? 1 / static_cast<double>(column_calls) : 1.0;
+    // A call prefetches piece after piece. What a matrix unit waits for before the first one is time lost.
+    if (m_.kernel.unpack_overlaps) return 0;
+    const std::int64_t piece = std::min(call_columns, m_.kernel.left_panels * kPanelRows);
+    return Begins(call_columns, column_calls) * static_cast<double>(piece) / static_cast<double>(task.columns);
+  }
+
   /// Time of the steps of `left` x `right` panels along one step of the contraction, and how many cells they are.
   std::pair<double, double> Cells(std::int64_t left, std::int64_t right, const Pieces& most) const {
     const std::int64_t whole_left = left / most.left, rest_left = left % most.left;
     // The direct form's passes are of even width.
     const std::int64_t passes = CeilDiv(right, most.right), even = p_.form == GemmForm::kDirect ? right / passes : most.right;
     const std::int64_t rest = right - even * passes;  // that many passes are wider, or the last one is narrower
+    // Measured in the direct form, whose right factor passes L1 where a matrix unit loads it. In the unpack form the left does.
+    const bool mirrored = p_.form == GemmForm::kUnpack && m_.kernel.unpack_overlaps;
     const auto row = [&](std::int64_t na) {
-      const auto& step = m_.kernel.step_ns[static_cast<std::size_t>(na - 1)];
-      const auto of = [&](std::int64_t panels) { return step[static_cast<std::size_t>(panels - 1)]; };
+      const auto of = [&](std::int64_t nb) {
+        const auto a = static_cast<std::size_t>(na - 1), b = static_cast<std::size_t>(nb - 1);
+        return mirrored ? m_.kernel.step_ns[b][a] : m_.kernel.step_ns[a][b];
+      };
       if (rest >= 0)
         return static_cast<double>(passes - rest) * of(even) + (rest > 0 ? static_cast<double>(rest) * of(even + 1) : 0.0);
       return static_cast<double>(passes - 1) * of(even) + of(even + rest);
@@ -434,7 +472,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   const bool unpack_first = problem.form == GemmForm::kUnpack && !unit && !cost.few;
   const bool unpacks = problem.form == GemmForm::kUnpack;
   const double overlap = cost.few  ? (cost.passed_once ? kOncePassedOverlap : kPassedOverlap)
-                         : unpacks ? kernel.unpack_overlap
+                         : unpacks ? (cost.once ? kRingOverlap : kernel.unpack_overlap)
                                    : kernel.overlap;
   const Overlap beside(overlap);
   const double busy = cells + (unit ? unpack : 0.0);

@@ -374,7 +374,9 @@ KernelFigures KernelProbe::Figures() const {
   figures.call_ns = std::max(0.0, fixed - figures.cell_ns);
   // A tile column more: its tiles, and a cell.
   const double column = (ns[more_columns_] - ns[one_column_]) / kColumns;
-  const double products = kLong * figures.step_ns[0][1] + figures.cell_ns;
+  // Of one panel with two; a matrix unit loads that past L1 which the direct form calls the right one (tile_evaluator).
+  const double product = tier_.unpack_overlaps ? figures.step_ns[1][0] : figures.step_ns[0][1];
+  const double products = kLong * product + figures.cell_ns;
   figures.unpack_tile_ns = std::max(0.1, column - products) / (2 * kLong);
   for (std::size_t form = 0; form < 2; ++form) {
     for (std::int64_t r = 0; r < MostFewRows(); ++r) {

@@ -256,7 +256,7 @@ def test_long_contractions_are_cut_where_activations_leave_the_cache():
     assert few.evaluate(shape).configuration.call_depth == 8192
 
 
-def test_amx_prefetches_weights_that_it_meets_once_by_itself():
+def test_amx_waits_for_weights_that_nothing_prefetches():
     evaluator = GemmEvaluator(Machine.named("emr-16c"), 1, cache=False)
 
     def milliseconds(rows, columns):
@@ -266,7 +266,25 @@ def test_amx_prefetches_weights_that_it_meets_once_by_itself():
 
     for rows in (1, 16, 32):  # rows of one cell: calls that could prefetch for the next one are no faster
         assert milliseconds(rows, 2048) == pytest.approx(milliseconds(rows, 32), rel=0.02)
-    assert milliseconds(33, 2048) > 1.05 * milliseconds(33, 32)
+    # More rows meet the first piece of a task with nothing beside it, and of each call that is too wide to be told of.
+    assert milliseconds(33, 128) == pytest.approx(milliseconds(33, 32), rel=0.02)
+    assert milliseconds(33, 256) > 1.05 * milliseconds(33, 128)
+    assert milliseconds(33, 2048) == pytest.approx(milliseconds(33, 32), rel=0.02)
+
+
+def test_amx_s_unpack_form_passes_the_left_factor():
+    def milliseconds(step_ns):
+        description = Machine.named("emr-16c").to_json()
+        for figures in description["kernels"]["amx_bf16"]["per_thread"].values():
+            figures["step_ns"] = step_ns
+        evaluator = GemmEvaluator(Machine.from_json(description), 1, cache=False)
+        shape = GemmShape(m=384, k=1024, n=512, form="unpack", output="fp32", packed=True)
+        configuration = perf.gemm_evaluator.Configuration("unpack", 384, 512, 384, 128, 256, "columns")
+        return evaluator.estimate(shape, configuration).milliseconds
+
+    # One of its panels of rows meets two of weights: what two of weights with one of rows take in the direct form.
+    quick, slow = 14.0, 20.0
+    assert milliseconds([[10, quick], [slow, 28]]) > 1.1 * milliseconds([[10, slow], [quick, 28]])
 
 
 def test_the_published_space_has_1800_candidates(machine):
