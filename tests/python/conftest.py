@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -49,6 +50,26 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """Opens an address in a browser without a window: the document as scripts left it, and on stderr their messages."""
+    if shutil.which("chromium") is None:
+        pytest.skip("no chromium on this host")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command.append(f"--user-data-dir={tmp_path_factory.mktemp('browser')}")
+
+    def browse(address: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, address], capture_output=True, text=True, timeout=120, check=False)
+
+    try:
+        blank = browse("about:blank")
+    except subprocess.TimeoutExpired:
+        pytest.skip("chromium does not answer on this host")
+    if "<html" not in blank.stdout:
+        pytest.skip(f"chromium does not run on this host: {blank.stderr[-300:]}")
+    return browse
 
 
 @pytest.fixture(scope="module", params=Machine.names())

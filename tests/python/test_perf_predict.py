@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,18 +56,16 @@ def test_table_and_json(config: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert document["inputs"]["topology"]["devices"] == 2
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this host")
-def test_the_page_in_a_browser(config: Path, tmp_path: Path) -> None:
+def test_the_page_in_a_browser(
+    config: Path, tmp_path: Path, browse: Callable[[str], subprocess.CompletedProcess[str]]
+) -> None:
     options = ["--tokens", "64", "--decode-tokens", "3", "--devices", "2", "--granularity", "coarse"]
     assert predict(config, *options, "--html", str(tmp_path / "plan.html")) == 0
     page = (tmp_path / "plan.html").read_text()
     assert not re.search(r"(src|href)\s*=", page) and "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
     def shown(tokens: int, devices: int, bandwidth: int) -> dict[str, str]:
-        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-        address = f"file://{tmp_path / 'plan.html'}#tokens={tokens}&devices={devices}&bandwidth={bandwidth}"
-        command += [f"--user-data-dir={tmp_path / 'browser'}", address]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        result = browse(f"file://{tmp_path / 'plan.html'}#tokens={tokens}&devices={devices}&bandwidth={bandwidth}")
         body = re.search(r"<body ([^>]*)>", result.stdout)
         assert body is not None, result.stderr[-500:]
         found = dict(re.findall(r'data-(\w+)="([^"]*)"', body.group(1)))
