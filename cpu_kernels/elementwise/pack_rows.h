@@ -96,22 +96,28 @@ MOESAIC_INLINE void PermuteTileRow(const BFloat16* in, BFloat16* out) {
 MOESAIC_INLINE void PairsOfRows(const BFloat16* const* rows, BFloat16* out) {
 #if defined(__AVX512F__)
   // Lane by lane, with what its row group's four rows give to it side by side: half the shuffles of Transpose16x16, and none
-  // for the permutation, which only says where a line goes.
+  // for the permutation, which only says where a line goes. Row by row, so that each address is loaded once.
+  __m512i four[4][4];
+#pragma GCC unroll 4
+  for (int q = 0; q < 4; ++q) {
+#pragma GCC unroll 4
+    for (int group = 0; group < 4; ++group) {
+      const auto* row = reinterpret_cast<const __m128i*>(rows[4 * group + q]);
+#pragma GCC unroll 4
+      for (int lane = 0; lane < 4; ++lane) {
+        const __m128i part = _mm_loadu_si128(row + lane);
+        if (group == 0) four[lane][q] = _mm512_castsi128_si512(part);
+        if (group == 1) four[lane][q] = _mm512_inserti32x4(four[lane][q], part, 1);
+        if (group == 2) four[lane][q] = _mm512_inserti32x4(four[lane][q], part, 2);
+        if (group == 3) four[lane][q] = _mm512_inserti32x4(four[lane][q], part, 3);
+      }
+    }
+  }
 #pragma GCC unroll 4
   for (int lane = 0; lane < 4; ++lane) {
-    __m512i four[4];
-#pragma GCC unroll 4
-    for (int q = 0; q < 4; ++q) {
-      const auto part = [&](int group) {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[4 * group + q] + 8 * lane));
-      };
-      four[q] = _mm512_castsi128_si512(part(0));
-      four[q] = _mm512_inserti32x4(four[q], part(1), 1);
-      four[q] = _mm512_inserti32x4(four[q], part(2), 2);
-      four[q] = _mm512_inserti32x4(four[q], part(3), 3);
-    }
-    const __m512i low[2] = {_mm512_unpacklo_epi32(four[0], four[1]), _mm512_unpacklo_epi32(four[2], four[3])};
-    const __m512i high[2] = {_mm512_unpackhi_epi32(four[0], four[1]), _mm512_unpackhi_epi32(four[2], four[3])};
+    const __m512i* of = four[lane];
+    const __m512i low[2] = {_mm512_unpacklo_epi32(of[0], of[1]), _mm512_unpacklo_epi32(of[2], of[3])};
+    const __m512i high[2] = {_mm512_unpackhi_epi32(of[0], of[1]), _mm512_unpackhi_epi32(of[2], of[3])};
     // Pairs 4 lane to 4 lane + 3 of the row in order.
     BFloat16* to = out + StoredPosition(8 * lane) / 2 * 32;
     BFloat16* next = out + StoredPosition(8 * lane + 4) / 2 * 32;
@@ -155,33 +161,82 @@ MOESAIC_INLINE void Prefetch(const PackRowsArgs& args, std::int64_t row, std::in
   if (size == 4) __builtin_prefetch(line + 64, 0, 2);
 }
 
+/// Sixteen rows that need neither rounding nor scaling: zeros where there is none.
+class PlainRows {
+ public:
+  PlainRows(const PackRowsArgs& args, std::int64_t panel) {
+    alignas(64) static constexpr BFloat16 kZeros[kTileColumns] = {};
+    for (std::int64_t i = 0; i < kPanelRows; ++i) {
+      const std::int64_t row = panel * kPanelRows + i;
+      const void* source = row < args.count ? args.rows[row] : nullptr;
+      rows_[i] = source != nullptr ? static_cast<const BFloat16*>(source) : kZeros;
+      follows_[i] = source != nullptr ? -1 : 0;
+    }
+  }
+
+  /// Row i of the tile in a tile column.
+  MOESAIC_INLINE const BFloat16* At(std::int64_t i, std::int64_t column) const {
+    return rows_[i] + (column * kTileColumns & follows_[i]);
+  }
+
+  /// To L2, if it is one of the first `columns`.
+  MOESAIC_INLINE void Prefetch(std::int64_t column, std::int64_t columns) const {
+    if (column >= columns) return;
+    for (std::int64_t i = 0; i < kPanelRows; ++i) __builtin_prefetch(At(i, column), 0, 2);
+  }
+
+ private:
+  const BFloat16* rows_[kPanelRows];
+  std::int64_t follows_[kPanelRows];  ///< all bits, or none: what follows a tile of zeros is that tile
+};
+
+/// @param rows  sixteen, each where its 32 columns lie in order
+inline void PackTile(const PackRowsArgs& args, const BFloat16* const* rows, std::int64_t panel, std::int64_t column) {
+  for (std::int64_t i = 0; i < kPanelRows; ++i) {
+    if (args.operand.data != nullptr) std::memcpy(args.operand.Tile(panel, column) + i * kTileColumns, rows[i], 64);
+    if (args.stored.data != nullptr) PermuteTileRow(rows[i], args.stored.Tile(panel, column) + i * kTileColumns);
+  }
+  if (args.pairs.data != nullptr) PairsOfRows(rows, args.pairs.Tile(panel, column));
+  if (args.row_pairs.data != nullptr) {
+    const std::int64_t half = panel % 2 * (kTileElements / 2);
+    RowPairsOfRows(rows, args.row_pairs.Tile(2 * column, panel / 2) + half, args.row_pairs.Tile(2 * column + 1, panel / 2) + half);
+  }
+}
+
 inline void PackRows(const PackRowsArgs& args) {
-  const std::int64_t end_column = args.first_column + args.tile_columns;
+  const std::int64_t end_column = args.first_column + args.tile_columns, whole = args.columns / kTileColumns;
   if (args.tile_columns <= 0) return;
+  const bool plain = AreTileRows(args);
   std::int64_t ahead_row = kPrefetchTiles / args.tile_columns * kPanelRows,
                ahead_column = args.first_column + kPrefetchTiles % args.tile_columns;
   for (std::int64_t panel = 0; panel < args.panels; ++panel) {
     const std::int64_t target = args.first_panel + panel;
-    for (std::int64_t k = args.first_column; k < end_column; ++k) {
+    const BFloat16* rows[kPanelRows];
+    std::int64_t k = args.first_column;
+    if (plain) {
+      const PlainRows now(args, panel), next(args, panel + 1);
+      for (; k < end_column && k < whole; ++k) {
+        for (std::int64_t i = 0; i < kPanelRows; ++i) rows[i] = now.At(i, k);
+        const std::int64_t ahead = k + kPrefetchTiles;
+        if (ahead < end_column) {
+          now.Prefetch(ahead, whole);
+        } else {
+          next.Prefetch(ahead - args.tile_columns, whole);
+        }
+        PackTile(args, rows, target, k);
+      }
+    }
+    for (; k < end_column; ++k) {
       alignas(64) BFloat16 copies[kTileElements];
-      const BFloat16* rows[kPanelRows];
       for (std::int64_t i = 0; i < kPanelRows; ++i) {
         rows[i] = TileRow(args, panel * kPanelRows + i, k * kTileColumns, copies + i * kTileColumns);
-        Prefetch(args, ahead_row + i, ahead_column * kTileColumns);
+        if (!plain) Prefetch(args, ahead_row + i, ahead_column * kTileColumns);
       }
       if (++ahead_column == end_column) {
         ahead_column = args.first_column;
         ahead_row += kPanelRows;
       }
-      for (std::int64_t i = 0; i < kPanelRows; ++i) {
-        if (args.operand.data != nullptr) std::memcpy(args.operand.Tile(target, k) + i * kTileColumns, rows[i], 64);
-        if (args.stored.data != nullptr) PermuteTileRow(rows[i], args.stored.Tile(target, k) + i * kTileColumns);
-      }
-      if (args.pairs.data != nullptr) PairsOfRows(rows, args.pairs.Tile(target, k));
-      if (args.row_pairs.data != nullptr) {
-        const std::int64_t half = target % 2 * (kTileElements / 2);
-        RowPairsOfRows(rows, args.row_pairs.Tile(2 * k, target / 2) + half, args.row_pairs.Tile(2 * k + 1, target / 2) + half);
-      }
+      PackTile(args, rows, target, k);
     }
   }
 }
