@@ -21,11 +21,6 @@ MOESAIC_INLINE void NarrowTileRow(const float* from, BFloat16* out) {
 #endif
 }
 
-/// Whether rows need neither rounding nor scaling.
-MOESAIC_INLINE bool AreTileRows(const PackRowsArgs& args) {
-  return args.dtype == DType::kBFloat16 && args.row_scale == nullptr && args.column_scale == nullptr && !args.repeat;
-}
-
 /// 32 columns of one row, scaled and rounded, in order.
 MOESAIC_INLINE void LoadTileRow(const PackRowsArgs& args, std::int64_t row, std::int64_t column, BFloat16* out) {
   const void* source = row < args.count ? args.rows[row] : nullptr;
@@ -61,16 +56,6 @@ MOESAIC_INLINE void LoadTileRow(const PackRowsArgs& args, std::int64_t row, std:
   }
   StoreBf16(out, LoadF32(values));
   StoreBf16(out + 16, LoadF32(values + 16));
-}
-
-/// Where the 32 columns of a row lie in order: in the tensor, or in `copy`.
-MOESAIC_INLINE const BFloat16* TileRow(const PackRowsArgs& args, std::int64_t row, std::int64_t column, BFloat16* copy) {
-  if (AreTileRows(args) && row < args.count && args.rows[row] != nullptr && column + kTileColumns <= args.columns) {
-    return static_cast<const BFloat16*>(args.rows[row]) + column;
-  }
-  LoadTileRow(args, row, column, copy);
-  if (args.repeat) std::memcpy(copy + 16, copy, 16 * sizeof(BFloat16));
-  return copy;
 }
 
 /// The permutation of a stored tile's row: 8-byte groups 0..7 go to 0, 2, 4, 6, 1, 3, 5, 7.
@@ -153,40 +138,49 @@ MOESAIC_INLINE void RowPairsOfRows(const BFloat16* const* rows, BFloat16* low, B
 /// tiles, in the order in which they are filled. (To L2: 8 tiles ahead to L1 took a tenth longer.)
 inline constexpr std::int64_t kPrefetchTiles = 16;
 
-MOESAIC_INLINE void Prefetch(const PackRowsArgs& args, std::int64_t row, std::int64_t column) {
-  if (row >= args.count || args.rows[row] == nullptr || column >= args.columns) return;
-  const std::int64_t size = args.dtype == DType::kFloat32 ? 4 : 2;
-  const char* line = static_cast<const char*>(args.rows[row]) + column * size;
-  __builtin_prefetch(line, 0, 2);
-  if (size == 4) __builtin_prefetch(line + 64, 0, 2);
-}
-
-/// Sixteen rows that need neither rounding nor scaling: zeros where there is none.
+/// Sixteen rows that need no scaling: zeros where there is none.
+template <typename T>
 class PlainRows {
  public:
   PlainRows(const PackRowsArgs& args, std::int64_t panel) {
-    alignas(64) static constexpr BFloat16 kZeros[kTileColumns] = {};
+    alignas(64) static constexpr T kZeros[kTileColumns] = {};
     for (std::int64_t i = 0; i < kPanelRows; ++i) {
       const std::int64_t row = panel * kPanelRows + i;
       const void* source = row < args.count ? args.rows[row] : nullptr;
-      rows_[i] = source != nullptr ? static_cast<const BFloat16*>(source) : kZeros;
+      rows_[i] = source != nullptr ? static_cast<const T*>(source) : kZeros;
       follows_[i] = source != nullptr ? -1 : 0;
     }
   }
 
   /// Row i of the tile in a tile column.
-  MOESAIC_INLINE const BFloat16* At(std::int64_t i, std::int64_t column) const {
+  MOESAIC_INLINE const T* At(std::int64_t i, std::int64_t column) const {
     return rows_[i] + (column * kTileColumns & follows_[i]);
+  }
+
+  /// All rows of that tile as bf16: where they lie, or in `copies`.
+  MOESAIC_INLINE void Load(std::int64_t column, BFloat16* copies, const BFloat16** rows) const {
+    for (std::int64_t i = 0; i < kPanelRows; ++i) {
+      if constexpr (sizeof(T) == sizeof(BFloat16)) {
+        rows[i] = At(i, column);
+      } else {
+        rows[i] = copies + i * kTileColumns;
+        NarrowTileRow(At(i, column), copies + i * kTileColumns);
+      }
+    }
   }
 
   /// To L2, if it is one of the first `columns`.
   MOESAIC_INLINE void Prefetch(std::int64_t column, std::int64_t columns) const {
     if (column >= columns) return;
-    for (std::int64_t i = 0; i < kPanelRows; ++i) __builtin_prefetch(At(i, column), 0, 2);
+    for (std::int64_t i = 0; i < kPanelRows; ++i) {
+      const char* line = reinterpret_cast<const char*>(At(i, column));
+      __builtin_prefetch(line, 0, 2);
+      if (sizeof(T) == sizeof(float)) __builtin_prefetch(line + 64, 0, 2);
+    }
   }
 
  private:
-  const BFloat16* rows_[kPanelRows];
+  const T* rows_[kPanelRows];
   std::int64_t follows_[kPanelRows];  ///< all bits, or none: what follows a tile of zeros is that tile
 };
 
@@ -203,40 +197,42 @@ inline void PackTile(const PackRowsArgs& args, const BFloat16* const* rows, std:
   }
 }
 
-inline void PackRows(const PackRowsArgs& args) {
+/// The whole tiles of a panel; returns the tile column behind them.
+template <typename T>
+inline std::int64_t PackPlainPanel(const PackRowsArgs& args, std::int64_t panel) {
   const std::int64_t end_column = args.first_column + args.tile_columns, whole = args.columns / kTileColumns;
-  if (args.tile_columns <= 0) return;
-  const bool plain = AreTileRows(args);
-  std::int64_t ahead_row = kPrefetchTiles / args.tile_columns * kPanelRows,
-               ahead_column = args.first_column + kPrefetchTiles % args.tile_columns;
-  for (std::int64_t panel = 0; panel < args.panels; ++panel) {
-    const std::int64_t target = args.first_panel + panel;
-    const BFloat16* rows[kPanelRows];
-    std::int64_t k = args.first_column;
-    if (plain) {
-      const PlainRows now(args, panel), next(args, panel + 1);
-      for (; k < end_column && k < whole; ++k) {
-        for (std::int64_t i = 0; i < kPanelRows; ++i) rows[i] = now.At(i, k);
-        const std::int64_t ahead = k + kPrefetchTiles;
-        if (ahead < end_column) {
-          now.Prefetch(ahead, whole);
-        } else {
-          next.Prefetch(ahead - args.tile_columns, whole);
-        }
-        PackTile(args, rows, target, k);
-      }
+  const PlainRows<T> now(args, panel), next(args, panel + 1);
+  std::int64_t k = args.first_column;
+  for (; k < end_column && k < whole; ++k) {
+    const std::int64_t ahead = k + kPrefetchTiles;
+    if (ahead < end_column) {
+      now.Prefetch(ahead, whole);
+    } else {
+      next.Prefetch(ahead - args.tile_columns, whole);
     }
-    for (; k < end_column; ++k) {
+    alignas(64) BFloat16 copies[kTileElements];
+    const BFloat16* rows[kPanelRows];
+    now.Load(k, copies, rows);
+    PackTile(args, rows, args.first_panel + panel, k);
+  }
+  return k;
+}
+
+inline void PackRows(const PackRowsArgs& args) {
+  const bool plain = args.row_scale == nullptr && args.column_scale == nullptr && !args.repeat;
+  for (std::int64_t panel = 0; panel < args.panels; ++panel) {
+    std::int64_t k = args.first_column;
+    if (plain && args.dtype == DType::kBFloat16) k = PackPlainPanel<BFloat16>(args, panel);
+    if (plain && args.dtype == DType::kFloat32) k = PackPlainPanel<float>(args, panel);
+    for (; k < args.first_column + args.tile_columns; ++k) {
       alignas(64) BFloat16 copies[kTileElements];
+      const BFloat16* rows[kPanelRows];
       for (std::int64_t i = 0; i < kPanelRows; ++i) {
-        rows[i] = TileRow(args, panel * kPanelRows + i, k * kTileColumns, copies + i * kTileColumns);
-        if (!plain) Prefetch(args, ahead_row + i, ahead_column * kTileColumns);
+        rows[i] = copies + i * kTileColumns;
+        LoadTileRow(args, panel * kPanelRows + i, k * kTileColumns, copies + i * kTileColumns);
+        if (args.repeat) std::memcpy(copies + i * kTileColumns + 16, copies + i * kTileColumns, 16 * sizeof(BFloat16));
       }
-      if (++ahead_column == end_column) {
-        ahead_column = args.first_column;
-        ahead_row += kPanelRows;
-      }
-      PackTile(args, rows, target, k);
+      PackTile(args, rows, args.first_panel + panel, k);
     }
   }
 }
