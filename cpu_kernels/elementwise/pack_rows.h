@@ -193,7 +193,8 @@ inline void PackTile(const PackRowsArgs& args, const BFloat16* const* rows, std:
   if (args.pairs.data != nullptr) PairsOfRows(rows, args.pairs.Tile(panel, column));
   if (args.row_pairs.data != nullptr) {
     const std::int64_t half = panel % 2 * (kTileElements / 2);
-    RowPairsOfRows(rows, args.row_pairs.Tile(2 * column, panel / 2) + half, args.row_pairs.Tile(2 * column + 1, panel / 2) + half);
+    RowPairsOfRows(rows, args.row_pairs.Tile(2 * column, panel / 2) + half,
+                   args.row_pairs.Tile(2 * column + 1, panel / 2) + half);
   }
 }
 
