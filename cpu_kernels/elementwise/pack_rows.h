@@ -169,9 +169,8 @@ class PlainRows {
     }
   }
 
-  /// To L2, if it is one of the first `columns`.
-  MOESAIC_INLINE void Prefetch(std::int64_t column, std::int64_t columns) const {
-    if (column >= columns) return;
+  /// To L2.
+  MOESAIC_INLINE void Prefetch(std::int64_t column) const {
     for (std::int64_t i = 0; i < kPanelRows; ++i) {
       const char* line = reinterpret_cast<const char*>(At(i, column));
       __builtin_prefetch(line, 0, 2);
@@ -201,22 +200,24 @@ inline void PackTile(const PackRowsArgs& args, const BFloat16* const* rows, std:
 /// The whole tiles of a panel; returns the tile column behind them.
 template <typename T>
 inline std::int64_t PackPlainPanel(const PackRowsArgs& args, std::int64_t panel) {
-  const std::int64_t end_column = args.first_column + args.tile_columns, whole = args.columns / kTileColumns;
-  const PlainRows<T> now(args, panel), next(args, panel + 1);
-  std::int64_t k = args.first_column;
-  for (; k < end_column && k < whole; ++k) {
-    const std::int64_t ahead = k + kPrefetchTiles;
-    if (ahead < end_column) {
-      now.Prefetch(ahead, whole);
+  const std::int64_t first = args.first_column, most = args.columns / kTileColumns - first;
+  const std::int64_t count = args.tile_columns < most ? args.tile_columns : most;
+  if (count <= 0) return first;
+  // So many tiles ahead are so many panels and columns, or one panel more and fewer columns.
+  const std::int64_t panels_ahead = kPrefetchTiles / count, columns_ahead = kPrefetchTiles % count;
+  const PlainRows<T> now(args, panel), ahead(args, panel + panels_ahead), further(args, panel + panels_ahead + 1);
+  for (std::int64_t k = 0; k < count; ++k) {
+    if (k + columns_ahead < count) {
+      ahead.Prefetch(first + k + columns_ahead);
     } else {
-      next.Prefetch(ahead - args.tile_columns, whole);
+      further.Prefetch(first + k + columns_ahead - count);
     }
     alignas(64) BFloat16 copies[kTileElements];
     const BFloat16* rows[kPanelRows];
-    now.Load(k, copies, rows);
-    PackTile(args, rows, args.first_panel + panel, k);
+    now.Load(first + k, copies, rows);
+    PackTile(args, rows, args.first_panel + panel, first + k);
   }
-  return k;
+  return first + count;
 }
 
 inline void PackRows(const PackRowsArgs& args) {
