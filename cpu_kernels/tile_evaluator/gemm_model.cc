@@ -78,9 +78,6 @@ constexpr double kLaysOut = 0.06;
 /// of L2, ns a stored tile with 8 rows along parts of 512, 1,024, 1,536, 2,048, 2,560, 4,864 of the contraction: 103, 109, 116,
 /// 121, 127, 140; with 32 rows 316, 321, 325, 325, 336, 355; with weights in L3 the same up to 2,560.)
 constexpr double kLostAtATime = 10;
-/// What weights of the direct form take that nothing prefetches: so much longer than memory's rate.
-/// (AVX-512, 32 to 256 rows, calls of all columns instead of 32: 5, 0, 0, 0, 1, 1, 5% longer.)
-constexpr double kWithoutPrefetch = 1.1;
 
 /// What a tile takes from L2 in calls of a matrix unit that take no slices, where both factors come from there and do not pass
 /// L1, of what it takes in slices. (AMX, 5 x 104 x 1,792 x 1,280: 1,860 us in calls of 32 rows, 1,240 in calls of all.)
@@ -116,7 +113,7 @@ struct TaskCost {
   bool passed_once = false;                   ///< by those, in one pass
   double unfetched = 0;                       ///< share of the weights that nothing prefetches
   bool once = false;                          ///< on a matrix unit each weight is met once, and all are prefetched
-  double lost_ns = 0;                         ///< waiting for weights that were prefetched too early
+  double lost_ns = 0;                         ///< waiting for weights that nothing prefetches, or too early
   std::array<double, kMemoryLevels> bytes{};  ///< read or written beyond the caches below that level
 };
 
@@ -460,10 +457,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
       unit ? cost.bytes[static_cast<std::size_t>(MemoryLevel::kL2)] / (2 * kTileElements) * tile_ns * kNsToMs : 0.0;
   const double cells = products + tiles;
   const double unpack = cost.unpack_ns * kNsToMs;
-  const bool waits = problem.form == GemmForm::kDirect && !cost.few;
-  const double slower = waits ? 1 + (kWithoutPrefetch - 1) * cost.unfetched : 1.0;
-  const double memory =
-      slower * supply(MemoryLevel::kMemory, MemoryGbps(problem, machine, tasks, cost.few)) + cost.lost_ns * kNsToMs;
+  const double memory = supply(MemoryLevel::kMemory, MemoryGbps(problem, machine, tasks, cost.few)) + cost.lost_ns * kNsToMs;
   const double storing = cost.store_ns * kNsToMs;
   // Beside the products, all that overlaps with them: L2 and L3. What vectors unpack comes on top, also where a matrix unit
   // leaves them idle: it and its prefetches take the fill buffers that tiles are loaded through. (AMX, 48 to 256 rows, weights

@@ -374,7 +374,8 @@ KernelFigures KernelProbe::Figures() const {
   figures.call_ns = std::max(0.0, fixed - figures.cell_ns);
   // A tile column more: its tiles, and a cell.
   const double column = (ns[more_columns_] - ns[one_column_]) / kColumns;
-  // Of one panel with two; a matrix unit loads that past L1 which the direct form calls the right one (tile_evaluator).
+  // Of one panel of rows with two of weights: on a matrix unit, whose passing factor is the rows, what the direct form takes of
+  // two panels of weights with one of rows.
   const double product = tier_.unpack_overlaps ? figures.step_ns[1][0] : figures.step_ns[0][1];
   const double products = kLong * product + figures.cell_ns;
   figures.unpack_tile_ns = std::max(0.1, column - products) / (2 * kLong);

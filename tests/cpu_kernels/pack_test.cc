@@ -154,24 +154,31 @@ TEST_P(PackRowsTest, AllOrdersAndScales) {
           std::memset(tiles->matrix().data, 0xff, static_cast<std::size_t>(tiles->matrix().size()) * sizeof(BFloat16));
         }
         PackRowsArgs args;
-        args.rows = rows.data();
         args.dtype = dtype;
-        args.count = count;
         args.columns = columns;
         args.repeat = repeat;
-        args.row_scale = (scales & 1) != 0 ? row_scale.data() : nullptr;
         args.column_scale = (scales & 2) != 0 ? column_scale.data() : nullptr;
         args.panels = RoundUp(count, 32) / 16;
         args.stored = stored.matrix();
         args.operand = operand.matrix();
         args.pairs = pairs.matrix();
         args.row_pairs = row_pairs.matrix();
-        // Two ranges of columns, as two tasks would do them.
-        args.tile_columns = stored.matrix().columns / 2;
-        tier_->pack_rows(args);
-        args.first_column = args.tile_columns;
-        args.tile_columns = stored.matrix().columns - args.first_column;
-        tier_->pack_rows(args);
+        // Two ranges of columns and two of panels, as four tasks would do them.
+        const std::int64_t all_columns = stored.matrix().columns, all_panels = args.panels;
+        for (const std::int64_t panel : {0, 1}) {
+          args.rows = rows.data() + std::min(panel * kPanelRows, count);
+          args.row_scale = (scales & 1) != 0 ? row_scale.data() + std::min(panel * kPanelRows, count) : nullptr;
+          args.count = std::max<std::int64_t>(count - panel * kPanelRows, 0);
+          if (panel == 0) args.count = std::min(count, kPanelRows);
+          args.first_panel = panel;
+          args.panels = panel == 0 ? 1 : all_panels - 1;
+          args.first_column = 0;
+          args.tile_columns = all_columns / 2;
+          tier_->pack_rows(args);
+          args.first_column = args.tile_columns;
+          args.tile_columns = all_columns - args.first_column;
+          tier_->pack_rows(args);
+        }
         for (std::int64_t i = 0; i < expected.rows; ++i) {
           for (std::int64_t j = 0; j < expected.cols; ++j) {
             // Scaled values may differ in the last bit of fp32 before they are rounded: (x * r) * c or x * (r * c).
