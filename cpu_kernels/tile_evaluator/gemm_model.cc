@@ -76,7 +76,8 @@ constexpr double kLaysOut = 0.06;
 /// before it is used, about as large as the column's share of L2; those lines are waited for, so many at a time. (Where the
 /// tile unit computes while the vectors unpack, products may hide it: layers on such a host show no sign of it.) (AVX-512, 2 MB
 /// of L2, ns a stored tile with 8 rows along parts of 512, 1,024, 1,536, 2,048, 2,560, 4,864 of the contraction: 103, 109, 116,
-/// 121, 127, 140; with 32 rows 316, 321, 325, 325, 336, 355; with weights in L3 the same up to 2,560.)
+/// 121, 127, 140; with 32 rows 316, 321, 325, 325, 336, 355; with weights in L3 the same up to 2,560.) What nothing prefetches,
+/// a matrix unit waits for in the same way.
 constexpr double kLostAtATime = 10;
 
 /// What a tile takes from L2 in calls of a matrix unit that take no slices, where both factors come from there and do not pass

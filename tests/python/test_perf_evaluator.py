@@ -35,7 +35,7 @@ DEEPSEEK_V3 = {
 }
 
 
-# ---- machines ----
+# ---- tasks and what they share ----
 
 
 def _milliseconds(machine: Machine, shape: GemmShape, threads: int, *configuration: int | str) -> float:
