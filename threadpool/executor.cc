@@ -157,13 +157,17 @@ void Executor::RunUntilDone(int lane, int worker) {
 bool Executor::WaitForWork(int lane) {
   const auto stopped = [this] { return stop_.load(std::memory_order_seq_cst); };
   num_searching_.fetch_add(1, std::memory_order_seq_cst);
-  Spin spin(yield_);
-  while (!stopped() && !(open_.load(std::memory_order_acquire) != 0 && HasWork(lane))) {
-    if (spin.Once()) continue;
+  Spin between(yield_), in_job(yield_, Spin::kLimitInJob);
+  while (!stopped()) {
+    const bool open = open_.load(std::memory_order_acquire) != 0;
+    if (open && HasWork(lane)) break;
+    if (!open) in_job.Restart();
+    if ((open ? in_job : between).Once()) continue;
     num_searching_.fetch_sub(1, std::memory_order_seq_cst);
     Park(lane, [&] { return stopped() || HasWork(lane); });
     num_searching_.fetch_add(1, std::memory_order_seq_cst);
-    spin.Restart();
+    between.Restart();
+    in_job.Restart();
   }
   num_searching_.fetch_sub(1, std::memory_order_seq_cst);
   return !stopped();
@@ -228,7 +232,11 @@ TaskId Executor::NextTask(int index) {
   }
   const int node = nodes_[index].load(std::memory_order_relaxed);
   if (Queue& own = QueueOf(node); &own != queues_.data()) task = PopQueue(own);
-  if (task == Deque::kNone) task = PopQueue(queues_.front());
+  if (task == Deque::kNone) {
+    task = PopQueue(queues_.front());
+    // Whoever queued them woke two.
+    if (task != Deque::kNone && !queues_.front().empty()) WakeFor(index, kWakesAtOnce);
+  }
   if (task == Deque::kNone) {
     ReportEnded(lane);
     task = Steal(index, true);

@@ -45,29 +45,31 @@ TEST_P(Waiting, SleepsInsideARun) {
   EXPECT_LT(CpuTime() - before, 60ms);
 }
 
-// Workers that went to sleep inside a run come back for tasks that are made ready later.
+// Workers that went to sleep inside a run come back for tasks that are made ready later, all of them.
 TEST_P(Waiting, WakesForLateTasks) {
   Pool pool(4, GetParam());
-  struct State {
-    std::atomic<int> inside{0};
-  } state;
-  TaskGraph graph;
-  const TaskId late = graph.Add([](void*, std::int64_t, int) { std::this_thread::sleep_for(20ms); }, nullptr, 0);
-  for (int i = 0; i < 4; ++i) {
-    // All four must run at once, or this never ends.
-    const TaskId task = graph.Add(
-        [](void* context, std::int64_t, int) {
-          auto& inside = static_cast<State*>(context)->inside;
-          ++inside;
-          while (inside % 4 != 0) std::this_thread::yield();
-        },
-        &state, i);
-    graph.AddEdge(late, task);
-  }
-  for (int round = 0; round < 5; ++round) {
-    state.inside = 0;
-    pool.Run(graph);
-    EXPECT_EQ(state.inside, 4);
+  for (const TaskGraph::Start start : {TaskGraph::Start::kNext, TaskGraph::Start::kInTurn}) {
+    struct State {
+      std::atomic<int> inside{0};
+    } state;
+    TaskGraph graph;
+    const TaskId late = graph.Add([](void*, std::int64_t, int) { std::this_thread::sleep_for(20ms); }, nullptr, 0);
+    for (int i = 0; i < 4; ++i) {
+      // All four must run at once, or this never ends.
+      const TaskId task = graph.Add(
+          [](void* context, std::int64_t, int) {
+            auto& inside = static_cast<State*>(context)->inside;
+            ++inside;
+            while (inside % 4 != 0) std::this_thread::yield();
+          },
+          &state, i, start);
+      graph.AddEdge(late, task);
+    }
+    for (int round = 0; round < 5; ++round) {
+      state.inside = 0;
+      pool.Run(graph);
+      EXPECT_EQ(state.inside, 4);
+    }
   }
 }
 
