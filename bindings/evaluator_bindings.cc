@@ -234,7 +234,7 @@ void RegisterEvaluator(py::module_& module) {
   module.attr("gemm_parts") = py::tuple(parts);
   module.attr("gemm_model_version") = kGemmModelVersion;
   module.attr("most_few_rows") = kMostFewRows;
-  module.def("chunk_rows", &ChunkRows, py::arg("hidden"), py::arg("intermediate"));
+  module.def("chunk_rows", &ChunkRows, py::arg("rows"), py::arg("hidden"), py::arg("intermediate"));
   module.def(
       "choose_blocking",
       [](std::int64_t jobs, std::int64_t hidden, std::int64_t intermediate, int threads, std::int64_t slots) {

@@ -50,14 +50,12 @@ std::vector<std::int64_t> OrderOfExperts(const LayerConfig& config, const std::i
 
 std::vector<Job> BuildJobs(const LayerConfig& config, std::span<const Shard> shards, const std::int32_t* routing,
                            std::int64_t group) {
-  const std::int64_t most = ChunkRows(config.hidden_size, LargestShard(shards));
   const auto num_shards = static_cast<std::int64_t>(shards.size());
   std::vector<Job> jobs;
   for (std::int64_t e : OrderOfExperts(config, routing, group)) {
     const std::int64_t begin = routing[e], end = routing[e + 1];
     if (begin == end) continue;
-    const std::int64_t chunks = CeilDiv(end - begin, most);
-    const std::int64_t rows = RoundUp(CeilDiv(end - begin, chunks), 32);
+    const std::int64_t rows = ChunkRows(end - begin, config.hidden_size, LargestShard(shards));
     for (std::int64_t first = begin; first < end; first += rows) {
       const bool last = first + rows >= end;
       for (std::int64_t shard = 0; shard < num_shards; ++shard) {

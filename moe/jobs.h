@@ -11,7 +11,7 @@
 
 namespace moesaic::moe {
 
-/// Up to ChunkRows() rows of one expert, on one shard of I. Rows are slots t * k + j, in ascending order, at
+/// A chunk of the rows of one expert (ChunkRows()), on one shard of I. Rows are slots t * k + j, in ascending order, at
 /// [begin, begin + rows) of the routing.
 struct Job {
   std::int64_t expert;

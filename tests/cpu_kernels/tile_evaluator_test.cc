@@ -8,14 +8,35 @@ namespace {
 TEST(TileEvaluator, ChunkRowsIsAFunctionOfTheShape) {
   for (const std::int64_t hidden : {1, 100, 2048, 7168, 100'000, 10'000'000}) {
     for (const std::int64_t intermediate : {1, 768, 2048, 14'336, 10'000'000}) {
-      const std::int64_t rows = ChunkRows(hidden, intermediate);
-      EXPECT_GE(rows, 32);
-      EXPECT_LE(rows, kMaxChunkRows);
-      EXPECT_EQ(rows % 32, 0);
-      // It fixes the order of summation: no tuning may touch it.
-      const ScopedBlocking forced({1, 1, 1});
-      EXPECT_EQ(ChunkRows(hidden, intermediate), rows);
+      for (const std::int64_t all : {1, 31, 33, 128, 385, 1000, 100'000}) {
+        const std::int64_t rows = ChunkRows(all, hidden, intermediate);
+        EXPECT_GE(rows, 32);
+        EXPECT_LE(rows, kMaxChunkRows);
+        EXPECT_EQ(rows % 32, 0);
+        // It fixes the order of summation: no tuning may touch it.
+        const ScopedBlocking forced({1, 1, 1});
+        EXPECT_EQ(ChunkRows(all, hidden, intermediate), rows);
+      }
     }
+  }
+}
+
+TEST(TileEvaluator, ChunksAreNearTheUsualOne) {
+  // Just more than the usual number of rows are no reason to read the weights twice.
+  EXPECT_EQ(ChunkRows(140, 4096, 14'336), 160);
+  EXPECT_EQ(ChunkRows(288, 4096, 14'336), 288);
+  EXPECT_EQ(ChunkRows(289, 4096, 14'336), 160);
+  EXPECT_EQ(ChunkRows(1000, 4096, 14'336), 224);
+  // But none has more than the most.
+  EXPECT_EQ(ChunkRows(384, 2048, 768), 384);
+  EXPECT_EQ(ChunkRows(385, 2048, 768), 224);
+  // Where a row's activations are large, chunks are small.
+  EXPECT_LE(ChunkRows(1000, 1 << 20, 1 << 20), 64);
+  // Many rows: never more than half as many again as usual, and never fewer than two thirds of it.
+  for (std::int64_t rows = 193; rows < 3000; ++rows) {
+    const std::int64_t chunk = ChunkRows(rows, 7168, 2048);
+    EXPECT_LE(chunk, 288);
+    EXPECT_GE(chunk, 128);
   }
 }
 

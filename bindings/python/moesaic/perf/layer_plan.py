@@ -53,7 +53,6 @@ def cut_jobs(rows: Sequence[int], hidden: int, intermediate: int, group: int | N
     """
     if rows and min(rows) < 0:
         raise ValueError(f"rows holds {min(rows)}; expected none below 0")
-    most = _core.chunk_rows(hidden, intermediate)
     size = group or max(len(rows), 1)
     groups = [sorted(rows[first : first + size], reverse=True) for first in range(0, len(rows), size)]
     groups.sort(key=lambda counts: -counts[0])
@@ -61,7 +60,7 @@ def cut_jobs(rows: Sequence[int], hidden: int, intermediate: int, group: int | N
     for count in itertools.chain.from_iterable(groups):
         if count == 0:
             continue
-        chunk = round_up(ceil_div(count, ceil_div(count, most)), 32)
+        chunk = _core.chunk_rows(count, hidden, intermediate)
         jobs += [Job(min(chunk, count - first), first == 0) for first in range(0, count, chunk)]
     return jobs
 
