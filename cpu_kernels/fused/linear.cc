@@ -41,6 +41,11 @@ constexpr std::int64_t kChunkColumns = 512;
 /// What a matrix unit needs of the contraction in L2 at a time: this slice and the next (gemm/direct_gemm.h).
 constexpr std::int64_t kSlicesDepth = 1024;
 
+/// Rows of a block, at most. Weights take longer to multiply with 128 rows than to bring; more only fill a cache that the other
+/// thread of a core uses as well (256 rows: 3 to 11% longer on 16 AMX threads, 1 to 3% on two Zen 4 cores). But the unpack form
+/// interleaves them for each block (128 rows: up to 6% longer on AMX).
+constexpr std::int64_t kMostBlockRows = 128, kMostUnpackRows = 256;
+
 /// How the rows and columns of a result are divided into tasks. Changes no bit.
 struct Plan {
   std::int64_t block_rows;     ///< a multiple of 32, where there is a product
@@ -93,15 +98,14 @@ Plan MakePlan(const Shape& shape, Form form, bool whole_rows, int threads) {
   const std::int64_t panels = 64 * (sliced ? std::min(depth, kSlicesDepth) : depth) * ChosenKernels().left_panels;
   const std::int64_t fixed = form == Form::kUnpack ? 128 * depth : form == Form::kDirect ? panels : 64 << 10;
   const std::int64_t budget = std::max<std::int64_t>(HostCaches().l2 / 8 * 7 - fixed, 0);
-  // fp32 weights take twice as long to multiply with as to bring, at 128 rows already; more only fill the cache.
   // A block's whole operand is kept, and read again for each chunk of columns: no more of it than L2 holds.
   const std::int64_t operand_rows = is_bf16 ? HostCaches().l2 / (2 * depth) : budget / row_bytes;
   const std::int64_t fitting = std::min(budget / row_bytes, operand_rows) / 32 * 32;
-  const std::int64_t most = std::clamp<std::int64_t>(fitting, 64, is_bf16 ? 256 : 128);
+  const std::int64_t most = std::clamp<std::int64_t>(fitting, 64, form == Form::kUnpack ? kMostUnpackRows : kMostBlockRows);
   Plan plan{};
-  // Below 128 rows too little is computed with what is read of the weights; above that, two blocks a thread.
+  // Of more than 128 two a thread.
   const std::int64_t half = RoundUp(CeilDiv(shape.rows, 2 * threads), 32);
-  plan.block_rows = std::min({most, std::max<std::int64_t>(half, 128), RoundUp(shape.rows, 32)});
+  plan.block_rows = std::min({most, std::max(half, kMostBlockRows), RoundUp(shape.rows, 32)});
   plan.blocks = plan.whole = CeilDiv(shape.rows, plan.block_rows);
   plan.splits = plan.blocks >= threads ? 1 : std::min(CeilDiv(2 * threads, plan.blocks), CeilDiv(columns, 64));
   if (threads > 1 && plan.blocks > threads && plan.block_rows % 64 == 0) {
@@ -224,7 +228,7 @@ class LinearRun {
     for (std::int64_t from = column; from < end; from += step) {
       const std::int64_t to = std::min(from + step, end);
       float* const sums = all_sums != nullptr ? all_sums + row * ld_ + from : memory.sums;
-      Product(rows, from, to, sums, memory);
+      Product({row, row + rows}, from, to, sums, memory);
       for (std::int64_t first = 0; first < rows; first += rows_at_once) {
         float* const of_rows = all_sums != nullptr ? sums + first * ld_ : sums;
         if (form_ == Form::kDirect) TurnPanel(first, to - from, of_rows, memory);
@@ -244,7 +248,7 @@ class LinearRun {
       return;
     }
     memory.input.panels = CeilDiv(rows, kPanelRows);
-    const void* pointers[256];
+    const void* pointers[kMostUnpackRows];
     for (std::int64_t i = 0; i < rows; ++i) pointers[i] = RowAt<BFloat16>(args_.x, row + i);
     PackRowsArgs pack;
     pack.rows = pointers;
@@ -259,7 +263,8 @@ class LinearRun {
 
   /// sums[t][c - from] for all rows of a block and columns [from, to), rows of ld_; in the direct form transposed_sums, and
   /// TurnPanel() turns them.
-  void Product(std::int64_t rows, std::int64_t from, std::int64_t to, float* sums, Memory& memory) const {
+  void Product(const Rows& block, std::int64_t from, std::int64_t to, float* sums, Memory& memory) const {
+    const std::int64_t rows = block.end - block.begin;
     const FusedRange range(args_.transposed ? FusedStage::kBackwardGemm : FusedStage::kGemm,
                            2.0 * static_cast<double>(rows * (to - from) * shape_.depth), 0.0);
     if (form_ == Form::kFp32) {
@@ -291,6 +296,13 @@ class LinearRun {
       // After the last columns the next block begins with the first; where columns are split, nobody knows with which.
       const std::int64_t next = to < shape_.columns ? to / kPanelRows : 0;
       if (plan_.splits == 1) gemm.prefetch = {weights, next, weights.panels - next, 0, weights.columns};
+      // The residual is read as soon as the products are there.
+      const std::int64_t residual = rows * args_.residual.stride[0] / (2 * kTileColumns) * kTileColumns;
+      if (args_.residual.defined() && to - from == shape_.columns) {
+        gemm.prefetch.others[0] = RowAt<BFloat16>(args_.residual, block.begin);
+        gemm.prefetch.others[1] = gemm.prefetch.others[0] + residual;
+        gemm.prefetch.lines = residual / kTileColumns;
+      }
       return kernels_.direct_gemm(gemm);
     }
     UnpackGemmArgs gemm;
