@@ -33,10 +33,9 @@ std::int64_t ChunkRows(std::int64_t rows, std::int64_t hidden, std::int64_t inte
   const std::int64_t row_bytes = 6 * hidden + 10 * intermediate;
   const std::int64_t in_cache = 13 * kMiB / 2 / row_bytes / 32 * 32, least = 33 * kMiB / row_bytes / 32 * 32;
   const std::int64_t usual = std::clamp<std::int64_t>(in_cache, std::clamp<std::int64_t>(least, 32, 192), kMaxChunkRows);
-  // One and a half times as many are still one chunk: two would read the weights twice, with half of the rows each.
-  const std::int64_t nearest = (2 * rows + usual - 1) / (2 * usual);
-  const std::int64_t chunks = std::max<std::int64_t>({1, nearest, CeilDivide(rows, kMaxChunkRows)});
-  return std::max<std::int64_t>(1, CeilDivide(CeilDivide(rows, chunks), 32)) * 32;
+  // Up to half a chunk more is none of its own: it would read the weights once more.
+  const std::int64_t chunks = std::max<std::int64_t>({1, CeilDivide(rows - usual / 2, usual), CeilDivide(rows, kMaxChunkRows)});
+  return CeilDivide(CeilDivide(rows, chunks), 32) * 32;
 }
 
 std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t tasks_of_thread) {

@@ -161,7 +161,7 @@ bool Executor::WaitForWork(int lane) {
   while (!stopped()) {
     const bool open = open_.load(std::memory_order_acquire) != 0;
     if (open && HasWork(lane)) break;
-    if (!open) in_job.Restart();
+    (open ? between : in_job).Restart();
     if ((open ? in_job : between).Once()) continue;
     num_searching_.fetch_sub(1, std::memory_order_seq_cst);
     Park(lane, [&] { return stopped() || HasWork(lane); });
@@ -180,9 +180,7 @@ void Executor::Help(int lane) {
   if (open_.load(std::memory_order_seq_cst) != 0) {
     WakeFor(lane, end_root_.load(std::memory_order_relaxed) - next_root_.load(std::memory_order_relaxed) - 1);
     const int node = nodes_[lane].load(std::memory_order_relaxed);
-    if (const Queue& queue = QueueOf(node); job_.any_node() && !queue.empty()) {
-      WakeNode(lane, queue.end.load(std::memory_order_relaxed) - queue.begin.load(std::memory_order_relaxed) - 1, node);
-    }
+    if (const Queue& queue = QueueOf(node); job_.any_node()) WakeNode(lane, queue.size() - 1, node);
     Work(lane, lane);
     lanes_[lane].clock.Enter(LaneClock::kAway);
   }
@@ -234,8 +232,8 @@ TaskId Executor::NextTask(int index) {
   if (Queue& own = QueueOf(node); &own != queues_.data()) task = PopQueue(own);
   if (task == Deque::kNone) {
     task = PopQueue(queues_.front());
-    // Whoever queued them woke two.
-    if (task != Deque::kNone && !queues_.front().empty()) WakeFor(index, kWakesAtOnce);
+    // Whoever queues many wakes two: each who takes one wakes the next.
+    if (task != Deque::kNone) WakeFor(index, queues_.front().size());
   }
   if (task == Deque::kNone) {
     ReportEnded(lane);

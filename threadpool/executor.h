@@ -66,7 +66,8 @@ class Executor {
   /// Executes tasks until all have ended. `worker` is what the tasks are told, normally `lane`.
   void RunUntilDone(int lane, int worker);
 
-  /// Spins for a moment, then sleeps, until there may be work; false once Stop() was called.
+  /// Spins for a moment, while a run is open as long as RunUntilDone(), then sleeps, until there may be work; false once Stop()
+  /// was called.
   bool WaitForWork(int lane);
   /// Executes tasks of the open run until none can be found.
   void Help(int lane);
@@ -95,7 +96,8 @@ class Executor {
     std::atomic<std::int64_t> begin{0};
     alignas(64) std::atomic<std::int64_t> end{0};
 
-    bool empty() const { return begin.load(std::memory_order_seq_cst) >= end.load(std::memory_order_seq_cst); }
+    std::int64_t size() const { return end.load(std::memory_order_seq_cst) - begin.load(std::memory_order_seq_cst); }
+    bool empty() const { return size() <= 0; }
   };
 
   void Work(int lane, int worker);

@@ -38,8 +38,9 @@ inline void CpuPause() {
 class Spin {
  public:
   static constexpr std::chrono::microseconds kLimit{50};
-  /// Inside of a job, which is not over before all who sleep have been woken: 16 of them took 100 to 200 us. (16 threads of a
-  /// virtual machine, 50 us and 1 ms in turn: most calls of 0.4 to 3 ms faster with 1 ms, by up to a sixth; 4 ms no better.)
+  /// Inside of a job, whose next stage, and in an OpenMP region whose end, waits until those who sleep have been woken: 16 of
+  /// them took 100 to 200 us. (16 threads of a virtual machine, 50 us and 1 ms in turn: most calls of 0.4 to 3 ms faster with 1
+  /// ms, by up to a sixth; 4 ms no better.)
   static constexpr std::chrono::microseconds kLimitInJob{1000};
 
   /// @param yield  give the core away between looks: there are more threads than cores

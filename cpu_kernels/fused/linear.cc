@@ -42,8 +42,8 @@ constexpr std::int64_t kChunkColumns = 512;
 constexpr std::int64_t kSlicesDepth = 1024;
 
 /// Rows of a block, at most. Weights take longer to multiply with 128 rows than to bring; more only fill a cache that the other
-/// thread of a core uses as well (256 rows: 3 to 11% longer on 16 AMX threads, 1 to 3% on two Zen 4 cores). But the unpack form
-/// interleaves them for each block (128 rows: up to 6% longer on AMX).
+/// thread of a core uses as well (256 rows: 2 to 12% longer on 16 AMX threads, up to 2% on two Zen 4 cores). But the unpack
+/// form interleaves them for each block (128 rows: up to 6% longer on AMX).
 constexpr std::int64_t kMostBlockRows = 128, kMostUnpackRows = 256;
 
 /// How the rows and columns of a result are divided into tasks. Changes no bit.
@@ -103,7 +103,7 @@ Plan MakePlan(const Shape& shape, Form form, bool whole_rows, int threads) {
   const std::int64_t fitting = std::min(budget / row_bytes, operand_rows) / 32 * 32;
   const std::int64_t most = std::clamp<std::int64_t>(fitting, 64, form == Form::kUnpack ? kMostUnpackRows : kMostBlockRows);
   Plan plan{};
-  // Of more than 128 two a thread.
+  // Larger ones only where each thread still has two.
   const std::int64_t half = RoundUp(CeilDiv(shape.rows, 2 * threads), 32);
   plan.block_rows = std::min({most, std::max(half, kMostBlockRows), RoundUp(shape.rows, 32)});
   plan.blocks = plan.whole = CeilDiv(shape.rows, plan.block_rows);
@@ -228,7 +228,7 @@ class LinearRun {
     for (std::int64_t from = column; from < end; from += step) {
       const std::int64_t to = std::min(from + step, end);
       float* const sums = all_sums != nullptr ? all_sums + row * ld_ + from : memory.sums;
-      Product({row, row + rows}, from, to, sums, memory);
+      Product(block, from, to, sums, memory);
       for (std::int64_t first = 0; first < rows; first += rows_at_once) {
         float* const of_rows = all_sums != nullptr ? sums + first * ld_ : sums;
         if (form_ == Form::kDirect) TurnPanel(first, to - from, of_rows, memory);
@@ -296,12 +296,12 @@ class LinearRun {
       // After the last columns the next block begins with the first; where columns are split, nobody knows with which.
       const std::int64_t next = to < shape_.columns ? to / kPanelRows : 0;
       if (plan_.splits == 1) gemm.prefetch = {weights, next, weights.panels - next, 0, weights.columns};
-      // The residual is read as soon as the products are there.
-      const std::int64_t residual = rows * args_.residual.stride[0] / (2 * kTileColumns) * kTileColumns;
-      if (args_.residual.defined() && to - from == shape_.columns) {
+      // The residual is read as soon as the products are there. (Gaps between its rows never are.)
+      if (args_.residual.defined() && args_.residual.stride[0] == shape_.columns && to - from == shape_.columns) {
+        const std::int64_t lines = rows * shape_.columns / (2 * kTileColumns);  // of each half
         gemm.prefetch.others[0] = RowAt<BFloat16>(args_.residual, block.begin);
-        gemm.prefetch.others[1] = gemm.prefetch.others[0] + residual;
-        gemm.prefetch.lines = residual / kTileColumns;
+        gemm.prefetch.others[1] = gemm.prefetch.others[0] + lines * kTileColumns;
+        gemm.prefetch.lines = lines;
       }
       return kernels_.direct_gemm(gemm);
     }

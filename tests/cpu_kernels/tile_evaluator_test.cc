@@ -23,7 +23,7 @@ TEST(TileEvaluator, ChunkRowsIsAFunctionOfTheShape) {
 
 TEST(TileEvaluator, ChunksAreNearTheUsualOne) {
   // Just more than the usual number of rows are no reason to read the weights twice.
-  EXPECT_EQ(ChunkRows(140, 4096, 14'336), 160);
+  EXPECT_EQ(ChunkRows(200, 4096, 14'336), 224);
   EXPECT_EQ(ChunkRows(288, 4096, 14'336), 288);
   EXPECT_EQ(ChunkRows(289, 4096, 14'336), 160);
   EXPECT_EQ(ChunkRows(1000, 4096, 14'336), 224);

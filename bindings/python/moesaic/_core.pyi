@@ -387,8 +387,8 @@ class KernelProbe:
 def measure_cell(isa: str) -> float:
     """Nanoseconds of a call of the widest cell with six steps, on the calling thread."""
 
-def chunk_rows(hidden: int, intermediate: int) -> int:
-    """Most rows of one job; cpu_kernels/tile_evaluator.h."""
+def chunk_rows(rows: int, hidden: int, intermediate: int) -> int:
+    """Rows of each job of an expert with so many; cpu_kernels/tile_evaluator.h."""
 
 def choose_blocking(jobs: int, hidden: int, intermediate: int, threads: int, slots: int) -> tuple[int, int, int, int]:
     """Units of 128 rows of I and tile columns of H of a task; the last jobs, cut finer, and how many times finer."""
