@@ -33,8 +33,9 @@ std::int64_t ChunkRows(std::int64_t rows, std::int64_t hidden, std::int64_t inte
   const std::int64_t row_bytes = 6 * hidden + 10 * intermediate;
   const std::int64_t in_cache = 13 * kMiB / 2 / row_bytes / 32 * 32, least = 33 * kMiB / row_bytes / 32 * 32;
   const std::int64_t usual = std::clamp<std::int64_t>(in_cache, std::clamp<std::int64_t>(least, 32, 192), kMaxChunkRows);
-  // Up to half a chunk more is none of its own: it would read the weights once more.
-  const std::int64_t chunks = std::max<std::int64_t>({1, CeilDivide(rows - usual / 2, usual), CeilDivide(rows, kMaxChunkRows)});
+  // Half as many again are still one chunk: two would read the weights twice.
+  const bool one = 2 * rows <= 3 * usual && rows <= kMaxChunkRows;
+  const std::int64_t chunks = one ? 1 : CeilDivide(rows, usual);
   return CeilDivide(CeilDivide(rows, chunks), 32) * 32;
 }
 

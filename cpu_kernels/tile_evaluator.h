@@ -26,10 +26,9 @@ inline constexpr std::int64_t kMaxChunkRows = 384;
 /// Of an expert with `rows` rows those that are computed together: a multiple of 32 in [32, kMaxChunkRows], all chunks equal
 /// but for a shorter last one. LoRA gradients add up chunk after chunk. The usual chunk has as many as keep its activations in
 /// about 6.5 MiB, so that every thread can have one in flight; but 192, below which the weights would be read from memory more
-/// often than arithmetic can hide, as long as those take at most 33 MiB. There are rows / usual number of chunks, rounded, so
-/// that one has up to half as many again: two would read the weights twice. (16 AMX threads, 128 rows an expert on average, H
-/// 4,096, I 14,336: chunks of at most 128 rows, in which half of the experts had two, took 1.15 times as long; with 256
-/// rows 1.3 to 1.6 times. docs/EXPERIMENTS.md)
+/// often than arithmetic can hide, as long as those take at most 33 MiB. Half as many again are still one chunk, for two would
+/// read the weights twice. (16 AMX threads, 128 rows an expert on average, H 4,096, I 14,336: chunks of at most 128 rows, in
+/// which half of the experts had two, took 1.15 times as long; with 256 rows 1.3 to 1.6 times. docs/EXPERIMENTS.md)
 std::int64_t ChunkRows(std::int64_t rows, std::int64_t hidden, std::int64_t intermediate);
 
 /// A call of the layer, as far as its blocking depends on it.

@@ -26,7 +26,7 @@ TEST(TileEvaluator, ChunksAreNearTheUsualOne) {
   EXPECT_EQ(ChunkRows(200, 4096, 14'336), 224);
   EXPECT_EQ(ChunkRows(288, 4096, 14'336), 288);
   EXPECT_EQ(ChunkRows(289, 4096, 14'336), 160);
-  EXPECT_EQ(ChunkRows(1000, 4096, 14'336), 224);
+  EXPECT_EQ(ChunkRows(1000, 4096, 14'336), 192);
   // But none has more than the most.
   EXPECT_EQ(ChunkRows(384, 2048, 768), 384);
   EXPECT_EQ(ChunkRows(385, 2048, 768), 224);
