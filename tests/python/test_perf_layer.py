@@ -77,7 +77,8 @@ def test_jobs_are_the_engines(tokens: int, routing: str) -> None:
         (ExpertsShape(6, 320, 416, 2, 48), 1500, "concentrated:2"),  # chunks of experts
         (ExpertsShape(16, 4096, 32, 8, 0), 480, "uniform"),  # more jobs than there is memory for
         (ExpertsShape(16, 4096, 96, 8, 16), 480, "uniform"),
-        (ExpertsShape(16, 4096, 32, 8, 24), 480, "uniform"),  # with more ranks adapters would leave jobs less memory
+        (ExpertsShape(16, 4096, 32, 8, 24), 480, "uniform"),
+        (ExpertsShape(16, 4096, 32, 8, 48), 480, "uniform"),  # adapters leave jobs less than these may take
     ],
 )
 def test_slots_and_tasks_are_the_engines(shape: ExpertsShape, tokens: int, routing: str, threads: int) -> None:

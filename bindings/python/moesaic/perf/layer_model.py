@@ -387,8 +387,8 @@ def _outside_jobs(
 def job_slots(
     shape: ExpertsShape, jobs: Sequence[Job], threads: int, shards: int, *, backward: bool, keeps_z: bool = False
 ) -> int:
-    """Jobs of each shard whose activations fit the scratch memory at a time: Pass::Allocate() of the engine, where
-    adapters leave as much as jobs may take. A test compares it with the engine.
+    """Jobs of each shard whose activations fit the scratch memory at a time: Pass::Allocate() of the engine. A test
+    compares it with the engine.
 
     Args:
         keeps_z: backward keeps Z, for adapters in place.
@@ -405,8 +405,36 @@ def job_slots(
         job_bytes += 6 * _tile_bytes(shape.padded_rank, rows)
         if not all(job.first for job in jobs):
             job_bytes += 3 * 4 * round_up(i, 32) * shape.padded_rank
-    budget = (20 + 5 * threads) * _MIB
+    budget = min((20 + 5 * threads) * _MIB, _left_by_adapters(shape, rows, threads, shards, backward=backward))
     return min(max(budget // (job_bytes * shards), 1), max(len(jobs), 1))
+
+
+def _left_by_adapters(shape: ExpertsShape, rows: int, threads: int, shards: int, *, backward: bool) -> int:
+    """Bytes of scratch memory that neither packed adapters, their gradients nor the threads' own take: Pass::BindLora()
+    and Pass::StageScratchBytes(). Of adapters in place, which leave enough, rank is 0."""
+    h, i, padded = shape.hidden, shape.intermediate, shape.padded_rank
+    adapters = 0
+    if shape.rank:
+        along_h = 1024 * ceil_div(h, 32) * (1 if shape.rank <= 16 else padded // 16)
+        along_i = 1024 * ceil_div(i, 16) * (padded // 32)
+        expert = shards * _adapter_pitch(2 * along_h + 3 * along_i)
+        if backward:
+            expert += shards * _adapter_pitch(
+                4 * round_up(shape.rank, 16) * (2 * round_up(h, 32) + 3 * round_up(i, 32))
+            )
+        group, in_flight, budget = 16, 2 if threads <= 4 else 3, (36 + 2 * threads) * _MIB
+        while group > 1 and in_flight * group * expert > budget:
+            group //= 2
+        groups = min(max(budget // (group * expert), 1), ceil_div(shape.experts, group))
+        adapters = groups * group * expert
+    of_thread = (
+        256 * (round_up(i, 32) + padded) + max(8 * padded * rows, 384 * max(rows, 1024), 1088 * rows, 294912) + 256
+    )
+    return (64 + 8 * threads - 12) * _MIB - adapters - threads * of_thread
+
+
+def _adapter_pitch(size: int) -> int:
+    return round_up(size, 4096) + 64
 
 
 def _tile_bytes(rows: int, columns: int) -> int:
