@@ -138,21 +138,6 @@ def test_this_host_is_measured_once(tmp_path, monkeypatch, here):
     assert Machine.here() == here and len(calls) == 2
 
 
-@pytest.mark.parametrize(("now", "times"), [(1.0, 1), (1.1, 1), (0.87, 1), (1.2, 2), (0.6, 2)])
-def test_this_host_is_measured_anew_where_its_memory_is_another(tmp_path, monkeypatch, here, now, times):
-    monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path))
-    calls = []
-    found = iter((here, dataclasses.replace(here, name="now")))
-    monkeypatch.setattr(Machine, "measure", classmethod(lambda cls, progress=None: calls.append(1) or next(found)))
-    monkeypatch.setattr(measure, "memory_gbps", lambda threads: now * here.dram_gbps[threads])
-    assert (Machine.here_now().name == "now") == (times == 2) and len(calls) == times
-    assert Machine.here() == here  # what is kept stays
-
-
-def test_what_the_memory_gives_just_now():
-    assert 0.1 < measure.memory_gbps(1) < 10_000
-
-
 @pytest.mark.parametrize(
     ("told", "really", "held"),
     [

@@ -182,7 +182,7 @@ def test_check_compares_what_it_runs(
     if machine.isa not in machine.kernels:
         kernels = next(iter(machine.kernels.values()))
         machine = dataclasses.replace(machine, kernels={machine.isa: kernels})
-    monkeypatch.setattr(perf.Machine, "here_now", classmethod(lambda cls, progress=None: machine))
+    monkeypatch.setattr(perf.Machine, "measure", classmethod(lambda cls, progress=None: machine))
     small = (LayerCase(ExpertsShape(4, 64, 96, 2, 8), 24), LayerCase(ExpertsShape(4, 96, 64, 2, 0), 40, "zipf"))
     monkeypatch.setattr(check, "calibration_cases", lambda l3_bytes: small)
     shapes = [perf.GemmShape(m=3, k=256, n=128, output="fp32"), perf.GemmShape(groups=2, m=20, k=128, n=96)]
@@ -237,7 +237,7 @@ def test_the_clock_of_one_thread(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         raise ValueError("enough")
 
     monkeypatch.setattr(check, "run_check", run_check)
-    monkeypatch.setattr(perf.Machine, "here_now", classmethod(lambda cls, progress=None: perf.Machine.named("zen5-2c")))
+    monkeypatch.setattr(perf.Machine, "measure", classmethod(lambda cls, progress=None: perf.Machine.named("zen5-2c")))
     for command in ("predict", "tune"):
         assert main([command, "--check", "--clock", "cpu"]) == 2
         assert "--threads 1" in capsys.readouterr().err

@@ -261,7 +261,7 @@ def _check(args: argparse.Namespace) -> int:
     elif not args.check:
         plan = replace(plan, parts=("layer",))
     with stdout_for_json(args.json), options.engine_clock(args):
-        document = run_check(Machine.here_now(options.progress()), moesaic.get_num_threads(), plan, options.progress())
+        document = run_check(Machine.measure(options.progress()), moesaic.get_num_threads(), plan, options.progress())
     if args.json:
         print_json(document)
     else:

@@ -127,7 +127,7 @@ def _machine(args: argparse.Namespace) -> Machine:
     from moesaic import perf
 
     try:
-        return perf.Machine.here_now() if args.check and args.machine == "here" else perf.Machine.find(args.machine)
+        return perf.Machine.measure() if args.check and args.machine == "here" else perf.Machine.find(args.machine)
     except ValueError as error:
         raise UsageError(str(error)) from None
     except OSError as error:

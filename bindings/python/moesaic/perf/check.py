@@ -126,6 +126,12 @@ def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callabl
     rates: LayerRates | None = None
     held: list[MeasuredLayer] = []
     quiet = (lambda: True) if plan.disturbed else sentinel(machine)
+    if "gemm" in plan.parts:  # first, while the description is new
+        found = _gemms(GemmEvaluator(machine, threads, False), plan, quiet, progress)
+        missing = len(gemm_shapes()) - len(found)
+        if missing:
+            left_out["gemm"] = f"{missing} of {len(gemm_shapes())} shapes: {_DISTURBED}"
+        pairs += found
     if "layer" in plan.parts or "step" in plan.parts:
         rates = None if plan.recalibrate else _kept(path)
         cases = list(calibration_cases(machine.l3_bytes)) if rates is None else []
@@ -140,12 +146,6 @@ def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callabl
                 rates.save(path)
             except OSError as error:
                 left_out["keeping the rates"] = str(error)
-    if "gemm" in plan.parts:
-        found = _gemms(GemmEvaluator(machine, threads, False), plan, quiet, progress)
-        missing = len(gemm_shapes()) - len(found)
-        if missing:
-            left_out["gemm"] = f"{missing} of {len(gemm_shapes())} shapes: {_DISTURBED}"
-        pairs += found
     if rates is not None:
         model = LayerModel(start.products, rates)
         for one in held:

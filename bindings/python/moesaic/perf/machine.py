@@ -278,23 +278,6 @@ class Machine:
         return machine
 
     @classmethod
-    def here_now(cls, progress: Callable[[str], None] | None = None) -> Machine:
-        """As `here`, but measured anew where the memory gives all threads a sixth more or less than that says.
-
-        Beside others that use the host it changes so for minutes at a time, and with it every product with few rows.
-        For comparisons with what is measured now; what is kept stays as it is.
-
-        Args:
-            progress: as of `measure`.
-        """
-        from moesaic.perf.measure import memory_gbps
-
-        machine, threads = cls.here(progress), _core.get_num_threads()
-        if abs(memory_gbps(threads) / at_threads(machine.dram_gbps, threads) - 1) <= 1 / 6:
-            return machine
-        return cls.measure(progress)
-
-    @classmethod
     def measure(cls, progress: Callable[[str], None] | None = None) -> Machine:
         """Measures this host, in a few seconds, on up to as many threads as the engine uses.
 

@@ -346,13 +346,6 @@ def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, rows: int
     return threads * 2.0 * k * n / (ms - others) * 1e-6
 
 
-def memory_gbps(threads: int) -> float:
-    """What so many threads read from memory just now, GB/s, as `Machine.dram_gbps`; in a quarter of a second."""
-    host_l3 = _core.last_level_cache_bytes() or _core.topology()["l3"]["bytes"] or 0
-    probe = _core.MachineProbe(threads, far_bytes(host_l3))
-    return _Rates(threads).rate([probe.memory(3 * _SECONDS) for _ in range(_ROUNDS)])
-
-
 def far_bytes(l3: int) -> int:
     """More than the last-level caches hold, also where a guest gets more of them than it seems."""
     return min(max(1 << 28, l3 + l3 // 2), 1 << 30)
