@@ -40,7 +40,7 @@ def here(monkeypatch):
         l3_bytes=1 << 20,
     )
     for name in ("here", "measure"):
-        monkeypatch.setattr(Machine, name, classmethod(lambda cls: machine))
+        monkeypatch.setattr(Machine, name, classmethod(lambda cls, progress=None: machine))
     moesaic.set_num_threads(2)
     return machine
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.commands.options import add_clock, add_json, engine_clock, positive, rank, several, threads
+from moesaic.commands.options import add_clock, add_json, engine_clock, positive, progress, rank, several, threads
 from moesaic.commands.output import CommandError, Tables, UsageError, format_bytes, print_json, stdout_for_json
 
 if TYPE_CHECKING:
@@ -127,7 +127,9 @@ def _machine(args: argparse.Namespace) -> Machine:
     from moesaic import perf
 
     try:
-        return perf.Machine.measure() if args.check and args.machine == "here" else perf.Machine.find(args.machine)
+        if args.check and args.machine == "here":
+            return perf.Machine.measure(progress())
+        return perf.Machine.find(args.machine)
     except ValueError as error:
         raise UsageError(str(error)) from None
     except OSError as error:
