@@ -17,6 +17,7 @@ namespace moesaic {
 
 extern const KernelTier kTierAmxBf16;
 extern const KernelTier kTierAvx512Bf16;
+extern const KernelTier kTierAvx512Bf16Zen4;
 extern const KernelTier kTierAvx512;
 extern const KernelTier kTierPortableAvx2;
 extern const KernelTier kTierOneDnn;
@@ -26,7 +27,7 @@ namespace {
 
 /// Better first, as measured. Two entries may share a name: the first that runs here serves it. On AVX2 hosts the portable
 /// kernels are faster than oneDNN, for which everything is unpacked to fp32 first (README.md).
-constexpr const KernelTier* kTiers[] = {&kTierAmxBf16, &kTierAvx512Bf16, &kTierAvx512, &kTierPortableAvx2,
+constexpr const KernelTier* kTiers[] = {&kTierAmxBf16, &kTierAvx512Bf16, &kTierAvx512Bf16Zen4, &kTierAvx512, &kTierPortableAvx2,
 #if defined(MOESAIC_HAS_ONEDNN)
                                         &kTierOneDnn,
 #endif
@@ -90,6 +91,12 @@ bool HostRunsAvx512() {
 
 bool HostRunsAvx512Bf16() { return __builtin_cpu_supports("avx512bf16") && HostRunsAvx512(); }
 
+bool HostIsZen4() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__builtin_cpu_is("amd") || __get_cpuid(1, &a, &b, &c, &d) == 0) return false;
+  return (a >> 8 & 0xfu) + (a >> 20 & 0xffu) == 0x19 && HostRunsAvx512();  // Zen 3, of the same family, has none
+}
+
 bool CpuHasAmxBf16() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
@@ -119,14 +126,13 @@ const std::vector<IsaTier>& IsaTiers() {
   static const std::vector<IsaTier> tiers = [] {
     std::vector<IsaTier> list;
     for (const KernelTier* tier : kTiers) {
-      if (std::any_of(list.begin(), list.end(), [&](const IsaTier& row) { return row.name == tier->name; })) continue;
-      IsaTier row;
-      row.name = tier->name;
-      row.compiled = true;
-      row.supported = IsSupported(*tier) || row.name == "portable";
-      row.permitted = tier->runs_here() || row.name == "portable";
-      row.chosen = row.name == ChosenKernels().name;
-      list.push_back(row);
+      auto row = std::find_if(list.begin(), list.end(), [&](const IsaTier& known) { return known.name == tier->name; });
+      if (row == list.end()) {
+        row = list.insert(row, {.name = tier->name, .compiled = true});
+        row->chosen = row->name == ChosenKernels().name;
+      }
+      row->supported = row->supported || IsSupported(*tier);
+      row->permitted = row->permitted || tier->runs_here();
     }
 #if !defined(MOESAIC_HAS_ONEDNN)
     list.push_back({.name = "onednn", .supported = HostRunsAvx2(), .permitted = HostRunsAvx2()});

@@ -1,9 +1,11 @@
-// Zen 4, Zen 5, Cooper Lake: VDPBF16PS.
+// Zen 5, Cooper Lake, and Zen 4, whose weights come from memory in another way: VDPBF16PS.
 #include "cpu_kernels/gemm/avx512_bf16_cell.h"
 #include "cpu_kernels/host.h"
 #include "cpu_kernels/tier.h"
 
 namespace moesaic {
-extern const KernelTier kTierAvx512Bf16;
-const KernelTier kTierAvx512Bf16 = MakeTier<Avx512Bf16Cell>("avx512_bf16", HostRunsAvx512Bf16);
+extern const KernelTier kTierAvx512Bf16, kTierAvx512Bf16Zen4;
+const KernelTier kTierAvx512Bf16 =
+    MakeTier<Avx512Bf16Cell<Avx512Bf16Product>>("avx512_bf16", [] { return HostRunsAvx512Bf16() && !HostIsZen4(); });
+const KernelTier kTierAvx512Bf16Zen4 = MakeTier<Avx512Bf16Cell<Zen4Product>>("avx512_bf16", HostRunsAvx512Bf16);
 }  // namespace moesaic

@@ -11,24 +11,38 @@
 
 namespace {
 
+/// Figures: GB/s of two Zen 5 cores, memory of 75 to 82.
 struct Avx512Bf16Product {
-  /// Zen: the hardware, which sees lines met in their order, brings the others, and more of them at a time. (GB/s, two Zen 4
-  /// cores, memory of 60, direct form, 2 rows: 43; all lines prefetched 32.)
-  static constexpr int kLinesFetchedAhead = 4;
-  /// Into L1 each prefetch would hold one of a core's few line buffers as long as memory takes: 2, 4, 8 rows 31, 31, 28; to L2
-  /// all lines 32, 44, 47.
-  static constexpr int kFetchedTo = 2;
+  /// 1 row, direct form: 73; every fourth line 66.
+  static constexpr int kLinesFetchedAhead = 1;
+  /// 4, 8 rows, direct form, 73, 65; to L2 61, 57. Unpack form, 8, 24 rows, 75, 37; 65, 28.
+  static constexpr int kDirectFetchedTo = 3, kUnpackFetchedTo = 3;
+  /// 9, 12 rows 72, 63; column by column 58, 58.
+  static constexpr int kRowsInOrder = 12;
   MOESAIC_INLINE static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b) {
     return (F32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
 };
 
+/// Figures: GB/s of two Zen 4 cores.
+struct Zen4Product : Avx512Bf16Product {
+  /// The hardware, which sees lines met in their order, brings the others, and more of them at a time. (Memory of 60, direct
+  /// form, 2 rows: 43; all lines prefetched 32.)
+  static constexpr int kLinesFetchedAhead = 4;
+  /// Into L1 each prefetch would hold one of a core's few line buffers as long as memory takes: 2, 4, 8 rows 31, 31, 28; to L2
+  /// all lines 32, 44, 47.
+  static constexpr int kDirectFetchedTo = 2, kUnpackFetchedTo = 2;
+  /// 8 rows 27, column by column 25 (memory of 32 to 35); 12 rows 19, 24 (of 48).
+  static constexpr int kRowsInOrder = 8;
+};
+
+template <class ProductOfHost>
 struct Avx512Bf16Cell {
   static constexpr int kMaxA = 1;
   static constexpr int kMaxB = 3;
   static constexpr bool kVectorsIdle = false;
   static constexpr std::int64_t kSliceTiles = 0;
-  using Product = Avx512Bf16Product;
+  using Product = ProductOfHost;
   struct Scope {};
 
   template <int NA, int NB, class Aside>

@@ -11,8 +11,13 @@
 // A product is what an instruction set brings:
 //
 //   static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b);   // sum[l] + a[l] . b[l], where a dword is a pair of bf16
-//   static constexpr int kLinesFetchedAhead;  // of so many lines of weights one is prefetched, up to kRowsFetchedAhead rows
-//   static constexpr int kFetchedTo;          // the direct form's, as __builtin_prefetch has it: 2 L2, 3 L1
+//
+// and how a host's weights come from memory the fastest way:
+//
+//   static constexpr int kLinesFetchedAhead;  // of so many lines one is prefetched, up to kRowsFetchedAhead rows
+//   static constexpr int kDirectFetchedTo;    // as __builtin_prefetch has it: 2 L2, 3 L1
+//   static constexpr int kUnpackFetchedTo;    // the same of the unpack form
+//   static constexpr int kRowsInOrder;        // rows, at most, with which the unpack form meets tiles in the order of memory
 #pragma once
 
 #include <cstdint>
@@ -122,7 +127,7 @@ MOESAIC_INLINE void MultiplyParts(const TileRun& run, const BFloat16* ahead, con
 #pragma GCC unroll 1
     for (int q = 0; q < kTokens; ++q) {
 #pragma GCC unroll 16
-      for (int i = 0; i < kLines; i += kEvery) __builtin_prefetch(ahead + i * kTileColumns, 0, Product::kFetchedTo);
+      for (int i = 0; i < kLines; i += kEvery) __builtin_prefetch(ahead + i * kTileColumns, 0, Product::kDirectFetchedTo);
       ahead += kLines * kTileColumns;
       U32x16 right[kVectors];
 #pragma GCC unroll 3

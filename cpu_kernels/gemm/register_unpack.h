@@ -1,7 +1,7 @@
 // The unpack form (kernels.h, UnpackGemmArgs) on tiers whose product takes its right factor from registers: rows of stored
 // tiles are interleaved there, in front of every use, and nothing is laid out in memory. Up to 12 rows of activations are
-// multiplied with a tile column or, where they are few, with one tile after the other as they lie. Work grows with the rows
-// that count, and the order of summation is a cell's.
+// multiplied with a tile column or, where they are few, with one tile after the other as they lie, which the hardware fetches
+// ahead; sums go to C and back for each then. Work grows with the rows that count, and the order of summation is a cell's.
 //
 // Weights are taken superblock by superblock, or two below each other, down 8 tile columns at a time: so they come from memory
 // in runs of 64 KB, the next ones while these are multiplied, and the sums of those columns wait in C meanwhile.
@@ -34,11 +34,6 @@ MOESAIC_INLINE void InterleaveRows(const BFloat16* rows, U32x16& low, U32x16& hi
 
 /// Rows whose sums, of one tile column, fit the registers.
 inline constexpr int kRowsInRegisters = 12;
-
-/// Rows, at most, with which tiles are met in the order in which they lie, which the hardware fetches ahead, and sums go to C
-/// and back for each. (GB/s of weights, two Zen 4 cores whose memory gives 32 to 35, in order and column by column: 1 row 33
-/// and 24, 2 rows 32 and 25, 8 rows 27 and 25; 12 rows, in a moment of 48, 19 and 24.)
-inline constexpr int kRowsInOrder = 8;
 
 /// Up to two superblocks of stored tiles down a column, and the activations that meet them.
 struct RegisterRun {
@@ -104,7 +99,7 @@ template <class Product, int kRows>
       tile = run.tiles_below;
       ahead = run.ahead_below;
     }
-    for (std::int64_t i = 0; i < run.lines; ++i) __builtin_prefetch(ahead + i * kTileColumns, 0, 2);
+    for (std::int64_t i = 0; i < run.lines; ++i) __builtin_prefetch(ahead + i * kTileColumns, 0, Product::kUnpackFetchedTo);
     MultiplyTile<Product, kRows>(tile, left, sum, [](int) {});
     left += run.LeftStep(n);
   }
@@ -121,13 +116,13 @@ template <class Product, int kRows>
     const BFloat16 *tile = run.tiles + n * run.stride, *ahead = run.ahead + n * run.ahead_stride;
     for (int j = 0; j < columns; ++j, tile += kTileElements, ahead += kTileElements) {
       if constexpr (kEvery > 1) {
-        for (int i = 0; i < kPanelRows; i += kEvery) __builtin_prefetch(ahead + i * kTileColumns, 0, 2);
+        for (int i = 0; i < kPanelRows; i += kEvery) __builtin_prefetch(ahead + i * kTileColumns, 0, Product::kUnpackFetchedTo);
       }
       F32x16 sum[kRows][2] = {};
       if (accumulate) LoadSums(c + j * kTileColumns, ldc, sum);
       MultiplyTile<Product, kRows>(tile, left, sum, [&](int p) {
         if constexpr (kEvery == 1) {
-          for (int i = 0; i < 2; ++i) __builtin_prefetch(ahead + (2 * p + i) * kTileColumns, 0, 2);
+          for (int i = 0; i < 2; ++i) __builtin_prefetch(ahead + (2 * p + i) * kTileColumns, 0, Product::kUnpackFetchedTo);
         }
       });
       StoreSums(sum, c + j * kTileColumns, ldc);
@@ -145,7 +140,7 @@ void MultiplyColumn(std::int64_t rows, const RegisterRun& run, float* c, std::in
   MultiplyColumn<Product, kRows>(run, c, ldc, accumulate);
 }
 
-template <class Product, int kRows = kRowsInOrder>
+template <class Product, int kRows = Product::kRowsInOrder>
 void MultiplyInOrder(std::int64_t rows, const RegisterRun& run, int columns, float* c, std::int64_t ldc, bool accumulate) {
   if constexpr (kRows > 1) {
     if (rows < kRows) return MultiplyInOrder<Product, kRows - 1>(rows, run, columns, c, ldc, accumulate);
@@ -211,7 +206,7 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
   run.ahead = ahead.first.data;
   run.ahead_below = ahead.second.data;
   run.ahead_stride = ahead.first.stride;
-  if (rows <= kRowsInOrder && weights.codec == nullptr && weights.column_stride == 0) {
+  if (rows <= Product::kRowsInOrder && weights.codec == nullptr && weights.column_stride == 0) {
     if (ahead.first.data == nullptr) {  // what is there already
       run.ahead = run.tiles;
       run.ahead_stride = run.stride;
@@ -260,7 +255,7 @@ void MultiplySuperblocks(const UnpackGemmArgs& args, std::int64_t n, int columns
   const std::int64_t column = args.first_column + n;
   bool accumulate = args.rows == nullptr && args.accumulate;
   // Two at a time, and the sums go to C and back half as often: 2 to 3% faster with 12 to 352 rows on Zen 4.
-  const std::int64_t superblocks = rows > kRowsInOrder ? 2 : 1;
+  const std::int64_t superblocks = rows > Product::kRowsInOrder ? 2 : 1;
   for (std::size_t s = 0; s < args.segments.size(); ++s) {
     const GemmSegment& segment = args.segments[s];
     for (std::int64_t panel = 0, end; panel < segment.weights.panels; panel = end) {

@@ -91,10 +91,9 @@ constexpr double kWithoutSlices = 2.4;
 constexpr double kWaitedForL3 = 0.5;
 
 /// Columns whose sums wait in C between two slices of the unpack form. Where vectors interleave weights in registers
-/// (gemm/register_unpack.h): rows of weights of such a slice, of which two are taken at a time with more activations than
-/// kRowsInOrder; activations that these take at a time, at most.
-constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns, kSumDepth = kSuperblock * kPanelRows, kRowsInOrder = 8,
-                       kRowsInRegisters = 12;
+/// (gemm/register_unpack.h): rows of weights of such a slice; activations that these take at a time, at most. With more of
+/// them two slices are taken together.
+constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns, kSumDepth = kSuperblock * kPanelRows, kRowsInRegisters = 12;
 /// Tiles of a slice of the direct form's contraction on a matrix unit, and the most that the unpack form takes panel by panel
 /// (AmxCell::kSliceTiles); of a slice of the unpack form (UnpackSlice).
 constexpr std::int64_t kSliceTiles = 2 * kSuperblock, kRightTiles = kSuperblock;
@@ -192,7 +191,7 @@ class TaskCounter {
         cost.cells_ns *= 1 + kLaysOut * std::max(0.0, lays / panels - 1);
       } else {
         // Sums of a superblock of columns wait in C between superblocks of weights, or two of these, down a column.
-        const std::int64_t sum_depth = (call_rows > kRowsInOrder ? 2 : 1) * kSumDepth, visits = p_.k / sum_depth;
+        const std::int64_t sum_depth = (call_rows > kRowsInRegisters ? 2 : 1) * kSumDepth, visits = p_.k / sum_depth;
         const double sums = Product(task.rows, task.columns, 4) * static_cast<double>(visits);
         AddAgain(cost, Product(call_rows, kSumColumns, 4) + Product(call_rows, sum_depth, 2), 2 * sums, MemoryLevel::kL3);
       }
