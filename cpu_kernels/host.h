@@ -8,7 +8,7 @@ bool HostRunsAvx512Bf16();  ///< AVX-512 F, BW, VL, DQ and BF16
 bool HostRunsAvx512();      ///< AVX-512 F, BW, VL and DQ
 bool HostRunsAvx2();        ///< AVX2, FMA, F16C and BMI2
 bool HostRunsBaseline();    ///< always
-bool HostIsZen4();          ///< AMD's family 19h, with AVX-512
+bool HostIsZen4();          ///< AMD's family 19h, with AVX512-BF16
 
 /// The CPU has AMX-TILE and AMX-BF16, whatever the operating system permits.
 bool CpuHasAmxBf16();

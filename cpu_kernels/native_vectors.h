@@ -17,6 +17,9 @@ MOESAIC_INLINE NativeF32 Load(const float* p) {
   return v;
 }
 MOESAIC_INLINE NativeF32 Load(const BFloat16* p) {
+#if defined(__AVX512F__)
+  return LoadBf16(p);
+#endif
   NativeU16 bits;
   std::memcpy(&bits, p, sizeof(bits));
   const NativeU32 wide = __builtin_convertvector(bits, NativeU32) << 16;

@@ -4,8 +4,7 @@
 #include "cpu_kernels/tier.h"
 
 namespace moesaic {
-extern const KernelTier kTierAvx512Bf16, kTierAvx512Bf16Zen4;
-const KernelTier kTierAvx512Bf16 =
-    MakeTier<Avx512Bf16Cell<Avx512Bf16Product>>("avx512_bf16", [] { return HostRunsAvx512Bf16() && !HostIsZen4(); });
-const KernelTier kTierAvx512Bf16Zen4 = MakeTier<Avx512Bf16Cell<Zen4Product>>("avx512_bf16", HostRunsAvx512Bf16);
+extern const KernelTier kTierAvx512Bf16Zen4, kTierAvx512Bf16;
+const KernelTier kTierAvx512Bf16Zen4 = MakeTier<Avx512Bf16Cell<Zen4Product>>("avx512_bf16", HostIsZen4);
+const KernelTier kTierAvx512Bf16 = MakeTier<Avx512Bf16Cell<Avx512Bf16Product>>("avx512_bf16", HostRunsAvx512Bf16);
 }  // namespace moesaic

@@ -15,6 +15,8 @@ using namespace moesaic;
 /// Rows, or ranks, of two vectors each whose sums stay in registers; and rows of four ranks each.
 inline constexpr int kTallTile = kNativeLanes == 16 ? 8 : 4;
 inline constexpr int kSquareTile = kNativeLanes == 16 ? 4 : 2;
+/// Of each rank, where all ranks are read side by side: more streams than the hardware follows.
+inline constexpr std::int64_t kFeaturesAhead = 128;
 
 /// f.operator()<n>(first) for n = kMost at a time, then for half of that, and so on, until [first, count) is covered.
 template <int kMost, typename Function>
@@ -41,12 +43,16 @@ template <typename T, int kRows, int kRanks>
 inline void ContractTile(const AlongFeaturesArgs& args, const LowRankPiece& piece, std::int64_t row, std::int64_t rank) {
   NativeF32 sum[kRows][kRanks] = {};
   const float* parameter = piece.parameter + rank * piece.rank_stride;
+  const float* next = rank + kRanks < piece.ranks ? parameter + kRanks * piece.rank_stride : parameter;
   const T* rows[kRows];
   for (int i = 0; i < kRows; ++i) rows[i] = static_cast<const T*>(args.expert.rows[row + i]);
   const auto add = [&]<bool kPart>(std::int64_t f, std::int64_t n) MOESAIC_INLINE_LAMBDA {
     NativeF32 factor[kRanks];
 #pragma GCC unroll 4
-    for (int j = 0; j < kRanks; ++j) factor[j] = LoadOperand<kPart>(parameter + j * piece.rank_stride + f, n);
+    for (int j = 0; j < kRanks; ++j) {
+      factor[j] = LoadOperand<kPart>(parameter + j * piece.rank_stride + f, n);
+      __builtin_prefetch(next + j * piece.rank_stride + f, 0, 3);
+    }
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) {
       const NativeF32 value = LoadOperand<kPart>(rows[i] + f, n);
@@ -89,7 +95,8 @@ struct Expansion {
 };
 
 /// out[row][first_feature + f ...] = sum over ranks of low[row][rank] * P(rank, f ...)
-template <typename T, int kRows, int kVectors, bool kPart, typename At>
+/// @tparam kAlong  parameters come from memory, and are prefetched kFeaturesAhead before they are needed
+template <bool kAlong, typename T, int kRows, int kVectors, bool kPart, typename At>
 inline void ExpandTile(const Expansion<At>& by, const LowRankRows& expert, std::int64_t row, std::int64_t f, std::int64_t n) {
   NativeF32 sum[kRows][kVectors] = {};
   for (const LowRankPiece& piece : by.pieces) {
@@ -97,7 +104,10 @@ inline void ExpandTile(const Expansion<At>& by, const LowRankRows& expert, std::
     for (std::int64_t j = 0; j < piece.ranks; ++j) {
       const float* at = by.at(piece, j) + f;
       NativeF32 factor[kVectors];
-      for (int v = 0; v < kVectors; ++v) factor[v] = LoadOperand<kPart>(at + v * kNativeLanes, n);
+      for (int v = 0; v < kVectors; ++v) {
+        factor[v] = LoadOperand<kPart>(at + v * kNativeLanes, n);
+        if constexpr (kAlong) __builtin_prefetch(at + kFeaturesAhead + v * kNativeLanes, 0, 3);
+      }
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         const NativeF32 scale = InAllLanes(low[i * by.ranks + j]);
@@ -112,18 +122,19 @@ inline void ExpandTile(const Expansion<At>& by, const LowRankRows& expert, std::
   }
 }
 
-template <typename T, typename At>
+template <bool kAlong, typename T, typename At>
 inline void ExpandRows(const Expansion<At>& by, const LowRankRows& expert) {
   InVectors(by.features, [&]<int kVectors, bool kPart>(std::int64_t f, std::int64_t n) {
-    InRuns<kTallTile>(expert.count,
-                      [&]<int kRows>(std::int64_t row) { ExpandTile<T, kRows, kVectors, kPart>(by, expert, row, f, n); });
+    InRuns<kTallTile>(expert.count, [&]<int kRows>(std::int64_t row) {
+      ExpandTile<kAlong, T, kRows, kVectors, kPart>(by, expert, row, f, n);
+    });
   });
 }
 
 inline void ExpandAlongFeatures(const AlongFeaturesArgs& args) {
   const auto at = [](const LowRankPiece& piece, std::int64_t j) { return piece.parameter + j * piece.rank_stride; };
   const Expansion<decltype(at)> by{args.pieces, args.ranks, 0, args.features, at};
-  args.dtype == DType::kFloat32 ? ExpandRows<float>(by, args.expert) : ExpandRows<BFloat16>(by, args.expert);
+  args.dtype == DType::kFloat32 ? ExpandRows<true, float>(by, args.expert) : ExpandRows<true, BFloat16>(by, args.expert);
 }
 
 /// gradient[rank][f ...] = sum over rows of rows[row][f ...] * low[row][rank]
@@ -273,7 +284,8 @@ inline void ExpandAcross(const AcrossExpertsArgs& args) {
         const auto at = [expanded](const LowRankPiece& piece, std::int64_t j) {
           return expanded + (piece.first_rank + j) * 2 * kSide;
         };
-        ExpandRows<T>(Expansion<decltype(at)>{args.pieces, args.ranks, args.first_feature + f, n, at}, args.experts[x + i]);
+        ExpandRows<false, T>(Expansion<decltype(at)>{args.pieces, args.ranks, args.first_feature + f, n, at},
+                             args.experts[x + i]);
         expanded += pitch;
       }
     }
@@ -330,6 +342,7 @@ template <typename T>
 inline void LoadRows(const LowRankRows& expert, std::int64_t first, std::int64_t n, RowsBlock& values) {
   for (std::int64_t i = 0; i < expert.count; ++i) {
     const T* row = static_cast<const T*>(expert.rows[i]) + first;
+    __builtin_prefetch(row + 64 / sizeof(T), 0, 3);  // every row is elsewhere
 #pragma GCC unroll 4
     for (int k = 0; k < kSide; k += kNativeLanes) {
       Store(values[i] + k, AsOperand(row, n == kSide ? Load(row + k) : Load<true>(row + k, n - k)));
