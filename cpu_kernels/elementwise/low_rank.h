@@ -340,9 +340,10 @@ using RowsBlock = float[kMostLowRankRows][kSide];
 
 template <typename T>
 inline void LoadRows(const LowRankRows& expert, std::int64_t first, std::int64_t n, RowsBlock& values) {
+  constexpr std::int64_t kLine = 64 / sizeof(T);
   for (std::int64_t i = 0; i < expert.count; ++i) {
     const T* row = static_cast<const T*>(expert.rows[i]) + first;
-    __builtin_prefetch(row + 64 / sizeof(T), 0, 3);  // every row is elsewhere
+    __builtin_prefetch(row + kLine, 0, 3);  // every row is elsewhere
 #pragma GCC unroll 4
     for (int k = 0; k < kSide; k += kNativeLanes) {
       Store(values[i] + k, AsOperand(row, n == kSide ? Load(row + k) : Load<true>(row + k, n - k)));
