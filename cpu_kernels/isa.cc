@@ -16,8 +16,8 @@
 namespace moesaic {
 
 extern const KernelTier kTierAmxBf16;
-extern const KernelTier kTierAvx512Bf16Zen4;
 extern const KernelTier kTierAvx512Bf16;
+extern const KernelTier kTierAvx512Bf16Zen4;
 extern const KernelTier kTierAvx512;
 extern const KernelTier kTierPortableAvx2;
 extern const KernelTier kTierOneDnn;
@@ -27,7 +27,7 @@ namespace {
 
 /// Better first, as measured. Two entries may share a name: the first that runs here serves it. On AVX2 hosts the portable
 /// kernels are faster than oneDNN, for which everything is unpacked to fp32 first (README.md).
-constexpr const KernelTier* kTiers[] = {&kTierAmxBf16, &kTierAvx512Bf16Zen4, &kTierAvx512Bf16, &kTierAvx512, &kTierPortableAvx2,
+constexpr const KernelTier* kTiers[] = {&kTierAmxBf16, &kTierAvx512Bf16, &kTierAvx512Bf16Zen4, &kTierAvx512, &kTierPortableAvx2,
 #if defined(MOESAIC_HAS_ONEDNN)
                                         &kTierOneDnn,
 #endif
@@ -91,10 +91,11 @@ bool HostRunsAvx512() {
 
 bool HostRunsAvx512Bf16() { return __builtin_cpu_supports("avx512bf16") && HostRunsAvx512(); }
 
-bool HostIsZen4() {
+bool HostRunsAvx512Bf16ButIsNotZen4() {
+  if (!HostRunsAvx512Bf16()) return false;
   unsigned a = 0, b = 0, c = 0, d = 0;
-  if (!__builtin_cpu_is("amd") || __get_cpuid(1, &a, &b, &c, &d) == 0) return false;
-  return (a >> 8 & 0xfu) + (a >> 20 & 0xffu) == 0x19 && HostRunsAvx512Bf16();  // Zen 3, of the same family, has none
+  if (!__builtin_cpu_is("amd") || __get_cpuid(1, &a, &b, &c, &d) == 0) return true;
+  return (a >> 8 & 0xfu) + (a >> 20 & 0xffu) != 0x19;  // Zen 3, of the same family, has no AVX-512
 }
 
 bool CpuHasAmxBf16() {

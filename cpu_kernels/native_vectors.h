@@ -19,13 +19,14 @@ MOESAIC_INLINE NativeF32 Load(const float* p) {
 MOESAIC_INLINE NativeF32 Load(const BFloat16* p) {
 #if defined(__AVX512F__)
   return LoadBf16(p);
-#endif
+#else
   NativeU16 bits;
   std::memcpy(&bits, p, sizeof(bits));
   const NativeU32 wide = __builtin_convertvector(bits, NativeU32) << 16;
   NativeF32 v;
   std::memcpy(&v, &wide, sizeof(v));
   return v;
+#endif
 }
 MOESAIC_INLINE void Store(float* p, NativeF32 v) { std::memcpy(p, &v, sizeof(v)); }
 MOESAIC_INLINE void Store(BFloat16* p, NativeF32 v) {

@@ -71,11 +71,12 @@ MOESAIC_INLINE F32x16 Broadcast(float x) { return x - F32x16{}; }
 MOESAIC_INLINE F32x16 Widen(U16x16 bits) {
 #if defined(__AVX512F__)  // GCC makes six instructions of the conversion below, in halves
   return (F32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16);
-#endif
+#else
   const U32x16 wide = __builtin_convertvector(bits, U32x16) << 16;
   F32x16 v;
   std::memcpy(&v, &wide, sizeof(v));
   return v;
+#endif
 }
 
 MOESAIC_INLINE F32x16 LoadBf16(const BFloat16* p) {

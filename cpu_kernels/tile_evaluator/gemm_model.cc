@@ -92,7 +92,7 @@ constexpr double kWaitedForL3 = 0.5;
 
 /// Columns whose sums wait in C between two slices of the unpack form. Where vectors interleave weights in registers
 /// (gemm/register_unpack.h): rows of weights of such a slice; activations that these take at a time, at most. With more of
-/// them two slices are taken together.
+/// them two slices are taken together. (On Zen 4 with more than 8, whose sums no cache gives up.)
 constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns, kSumDepth = kSuperblock * kPanelRows, kRowsInRegisters = 12;
 /// Tiles of a slice of the direct form's contraction on a matrix unit, and the most that the unpack form takes panel by panel
 /// (AmxCell::kSliceTiles); of a slice of the unpack form (UnpackSlice).
