@@ -204,8 +204,10 @@ py::dict KernelFiguresOf(const bench::KernelProbe& probe) {
   row["step_ns"] = figures.step_ns;
   std::array<std::vector<double>, 2> few;
   for (std::size_t form = 0; form < few.size(); ++form) {
-    few[form].assign(figures.few_tile_ns[form].begin(), figures.few_tile_ns[form].begin() + figures.most_few_rows);
+    few[form].assign(figures.few_tile_ns[form].begin(), figures.few_tile_ns[form].begin() + figures.measured_rows);
   }
+  row["most_few_rows"] = figures.most_few_rows;
+  row["most_stored_rows"] = figures.most_stored_rows;
   row["few_tile_ns"] = few;
   row["cell_ns"] = figures.cell_ns;
   row["again_ns"] = figures.again_ns;

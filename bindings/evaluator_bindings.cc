@@ -52,7 +52,9 @@ MachineModel MachineOf(const py::dict& figures) {
   kernel.right_panels = Field<std::int64_t>(figures, "right_panels");
   kernel.step_ns = Field<std::array<std::array<double, 3>, 2>>(figures, "step_ns");
   const auto few = Field<std::array<std::vector<double>, 2>>(figures, "few_tile_ns");
-  kernel.most_few_rows = static_cast<std::int64_t>(few[0].size());
+  kernel.most_few_rows = Field<std::int64_t>(figures, "most_few_rows");
+  kernel.most_stored_rows = Field<std::int64_t>(figures, "most_stored_rows");
+  kernel.measured_rows = static_cast<std::int64_t>(few[0].size());
   if (few[0].size() != few[1].size() || few[0].size() > kMostMeasuredRows) {
     throw std::invalid_argument("figure few_tile_ns has " + std::to_string(few[0].size()) + " and " +
                                 std::to_string(few[1].size()) + " entries, expected equal numbers, at most 16");
@@ -233,7 +235,6 @@ void RegisterEvaluator(py::module_& module) {
   for (std::size_t i = 0; i < kGemmParts; ++i) parts.append(std::string(GemmPartName(static_cast<GemmPart>(i))));
   module.attr("gemm_parts") = py::tuple(parts);
   module.attr("gemm_model_version") = kGemmModelVersion;
-  module.attr("most_few_rows") = kMostFewRows;
   module.def("chunk_rows", &ChunkRows, py::arg("rows"), py::arg("hidden"), py::arg("intermediate"));
   module.def(
       "choose_blocking",

@@ -45,7 +45,7 @@ struct DirectGemmArgs {
   float* c = nullptr;                  ///< [16 panels][ldc], 64-byte aligned rows
   std::int64_t ldc = 0;                ///< elements, a multiple of 16
   bool accumulate = false;             ///< start from C instead of 0
-  std::int64_t few_rows = 0;           ///< 1 to KernelTier::most_few_rows: activations are stored tiles, of which so many
+  std::int64_t row_count = 0;          ///< 1 to KernelTier::most_stored_rows: activations are stored tiles, of which so many
                                        ///< rows count; columns of C beyond, up to a multiple of 16, are given 0
   BFloat16* scratch = nullptr;         ///< DirectScratchElements(...), 64-byte aligned: decoded weights; null for bf16
   PrefetchRange prefetch;
@@ -287,7 +287,8 @@ struct KernelTier {
   const char* name;
   std::int64_t left_panels;             ///< of one cell (gemm/cell.h): what its edges are a multiple of
   std::int64_t right_panels;            ///<
-  std::int64_t most_few_rows;           ///< see DirectGemmArgs::few_rows; 0: there is no such form
+  std::int64_t most_few_rows;           ///< rows in parts of lines, at most (gemm/few_rows.h); 0: there is no such form
+  std::int64_t most_stored_rows;        ///< see DirectGemmArgs::row_count; from most_few_rows on
   std::int64_t most_few_gradient_rows;  ///< see GradientGemmArgs::few_rows
   bool unpack_overlaps;  ///< the unpack form interleaves weights beside its products instead of before them: a matrix
                          ///< unit, which takes contractions in slices in both forms
@@ -311,6 +312,9 @@ struct KernelTier {
   void (*outer_along_features)(const AlongFeaturesArgs&);
   FusedKernels fused;
   const SamplingKernels* sampling;
+
+  /// The row_count with which direct_gemm is the fastest: rows, or 0.
+  std::int64_t StoredRows(std::int64_t rows) const { return AreStoredRows(rows, most_few_rows, most_stored_rows) ? rows : 0; }
 };
 
 /// Makes what this thread wrote past the caches visible before all that it writes next.

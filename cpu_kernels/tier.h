@@ -17,6 +17,7 @@
 #include "cpu_kernels/gemm/direct_gemm.h"
 #include "cpu_kernels/gemm/few_rows.h"
 #include "cpu_kernels/gemm/gradient_gemm.h"
+#include "cpu_kernels/gemm/register_direct.h"
 #include "cpu_kernels/gemm/register_unpack.h"
 #include "cpu_kernels/gemm/unpack_gemm.h"
 #include "cpu_kernels/kernels.h"
@@ -27,7 +28,8 @@ namespace {
 template <class Cell>
 void Direct(const DirectGemmArgs& args) {
   if constexpr (!std::is_void_v<typename Cell::Product>) {
-    if (args.few_rows > 0) return FewRowsDirect<typename Cell::Product>(args);
+    if (args.row_count > Cell::Product::kMostInParts) return DirectInRegisters<typename Cell::Product>(args);
+    if (args.row_count > 0) return FewRowsDirect<typename Cell::Product>(args);
   }
   DirectGemm<Cell>(args);
 }
@@ -49,13 +51,21 @@ void Gradient(const GradientGemmArgs& args) {
   GradientGemm<Cell>(args);
 }
 
+/// Of a cell that does it all.
+struct NoStoredRows {
+  static constexpr std::int64_t kMostInParts = 0, kMostStored = 0;
+};
+
 template <class Cell>
 constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
+  constexpr bool kAlone = std::is_void_v<typename Cell::Product>;
+  using Stored = std::conditional_t<kAlone, NoStoredRows, typename Cell::Product>;
   return {name,
           Cell::kMaxA,
           Cell::kMaxB,
-          std::is_void_v<typename Cell::Product> ? 0 : kMostFewRows,
-          std::is_void_v<typename Cell::Product> ? 0 : kMostGradientRows,
+          Stored::kMostInParts,
+          Stored::kMostStored,
+          kAlone ? 0 : kMostGradientRows,
           Cell::kVectorsIdle,
           runs_here,
           Direct<Cell>,

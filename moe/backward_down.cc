@@ -70,7 +70,7 @@ void BackwardPass::DownLoraLow(const Job& job, const BackwardBuffers& buffers) {
   gemm.segments = {&segment, 1};
   gemm.panels = CeilDiv(r2, kPanelRows);
   gemm.activation_panels = panels;
-  gemm.few_rows = FewRows(job);
+  gemm.row_count = StoredRows(job);
   gemm.c = q_t;
   gemm.ldc = ld;
   kernels.direct_gemm(gemm);
@@ -101,7 +101,7 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
   DirectGemmArgs gemm;
   gemm.segments = segments;
   gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
-  gemm.few_rows = FewRows(job);
+  gemm.row_count = StoredRows(job);
   gemm.ldc = SumsPitch(gemm.activation_panels * kPanelRows);
   const std::int64_t capacity = RoundUp(job.rows, kTileColumns), size = kTileColumns * gemm.ldc, step = BlocksPerStep(job);
   TileMatrix transposed = TileMatrix::Activations(nullptr, step * kTileColumns, capacity);

@@ -93,7 +93,7 @@ void BackwardPass::DownGradients(const Job& job, const BackwardBuffers& buffers,
   TransposePairsArgs transpose;
   transpose.pairs = buffers.d;
   transpose.pairs.panels = CeilDiv(job.rows, kPanelRows);
-  transpose.stored = FewRows(job) > 0;
+  transpose.stored = StoredRows(job) > 0;
   for (std::int64_t first_column = columns.begin; first_column < columns.end; first_column += most) {
     const std::int64_t count = std::min(most, columns.end - first_column);
     for (std::int64_t c = 0; c < count; ++c) {

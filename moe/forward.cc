@@ -175,7 +175,7 @@ class ForwardPass : public Pass {
     gemm.segments = {&segment, 1};
     gemm.panels = CeilDiv(lora.input_rank(), kPanelRows);
     gemm.activation_panels = panels;
-    gemm.few_rows = FewRows(job);
+    gemm.row_count = StoredRows(job);
     gemm.c = low_t;
     gemm.ldc = ld;
     kernels.direct_gemm(gemm);
@@ -212,7 +212,7 @@ class ForwardPass : public Pass {
     }
     DirectGemmArgs gemm;
     gemm.activation_panels = CeilDiv(job.rows, kPanelRows);
-    gemm.few_rows = FewRows(job);
+    gemm.row_count = StoredRows(job);
     gemm.ldc = SumsPitch(gemm.activation_panels * kPanelRows);
     const std::int64_t step = BlocksPerStep(job), size = kTileColumns * gemm.ldc;  // of a block's sums
     auto* sums = static_cast<float*>(ThreadScratch(2 * step * size * static_cast<std::int64_t>(sizeof(float))));

@@ -207,8 +207,8 @@ void Pass::PackForDirect(const Job& job, const void* const* rows, DType dtype, c
   pack.dtype = dtype;
   pack.count = job.rows;
   pack.columns = config.hidden_size;
-  (FewRows(job) > 0 ? pack.stored : pack.pairs) = tiles;
-  pack.panels = FewRows(job) > 0 ? CeilDiv(job.rows, kPanelRows) : tiles.panels;
+  (StoredRows(job) > 0 ? pack.stored : pack.pairs) = tiles;
+  pack.panels = StoredRows(job) > 0 ? CeilDiv(job.rows, kPanelRows) : tiles.panels;
   pack.tile_columns = tiles.columns;
   kernels.pack_rows(pack);
 }

@@ -179,12 +179,13 @@ class Pass {
   /// lie a multiple of 1 KB apart and share cache sets. (Measured: 5 to 15% of the GEMM that writes them.)
   std::int64_t row_pitch() const { return padded_hidden + (padded_hidden % 512 == 0 ? kTileColumns : 0); }
 
-  /// The few_rows of a job's direct GEMMs, and of its gradients: its rows where the tier has a form for so few, else 0.
-  std::int64_t FewRows(const Job& job) const { return job.rows <= kernels.most_few_rows ? job.rows : 0; }
+  /// The row_count of a job's direct GEMMs: its rows, or 0 where it takes activations as pairs.
+  std::int64_t StoredRows(const Job& job) const { return kernels.StoredRows(job.rows); }
   /// Blocks of I in a step: a superblock of panels where activations are laid out for each.
   std::int64_t BlocksPerStep(const Job& job) const {
-    return FewRows(job) > 0 ? kSuperblock * kPanelRows / kTileColumns : blocking.blocks_per_step;
+    return job.rows <= kernels.most_few_rows ? kSuperblock * kPanelRows / kTileColumns : blocking.blocks_per_step;
   }
+  /// The few_rows of its gradients, in the same way.
   std::int64_t FewGradientRows(const Job& job) const { return job.rows <= kernels.most_few_gradient_rows ? job.rows : 0; }
   /// What a direct GEMM takes a job's activations as: pairs, or stored tiles where its rows are few. `rows`: one pointer for
   /// each row of the job, to H values.
@@ -196,7 +197,7 @@ class Pass {
   /// Lays [rows][columns] fp32 out as hi and lo tiles, or as both in one. `values` [rows][ld] is overwritten; ld is at least
   /// a tile's columns for the latter.
   enum class TileKind { kOperand, kPairs, kStored, kRowPairs };
-  TileKind DirectKind(const Job& job) const { return FewRows(job) > 0 ? TileKind::kStored : TileKind::kPairs; }
+  TileKind DirectKind(const Job& job) const { return StoredRows(job) > 0 ? TileKind::kStored : TileKind::kPairs; }
   void PackSplit(float* values, std::int64_t rows, std::int64_t columns, std::int64_t ld, TileKind kind,
                  const SplitTiles& tiles) const;
 

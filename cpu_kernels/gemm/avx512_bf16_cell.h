@@ -13,6 +13,8 @@ namespace {
 
 /// Figures: GB/s of two Zen 5 cores, memory of 75 to 82.
 struct Avx512Bf16Product {
+  /// GFLOP/s with 26, 34, 42 rows in parts: 732, 758, 784; transposed: 797, 851, 882; 24 and 32: 858 and 895, 780 and 850.
+  static constexpr std::int64_t kMostInParts = 32, kMostStored = kMostStoredRows;
   /// 1 row, direct form: 73; every fourth line 66.
   static constexpr int kLinesFetchedAhead = 1;
   /// 4, 8 rows, direct form, 73, 65; to L2 61, 57. Unpack form, 8, 24 rows, 75, 37; 65, 28.
@@ -26,6 +28,8 @@ struct Avx512Bf16Product {
 
 /// Figures: GB/s of two Zen 4 cores.
 struct Zen4Product : Avx512Bf16Product {
+  /// Transposed weights were not measured there.
+  static constexpr std::int64_t kMostInParts = 64, kMostStored = 64;
   /// The hardware, which sees lines met in their order, brings the others, and more of them at a time. (Memory of 60, direct
   /// form, 2 rows: 43; all lines prefetched 32.)
   static constexpr int kLinesFetchedAhead = 4;

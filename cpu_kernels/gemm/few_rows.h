@@ -12,8 +12,10 @@
 //
 //   static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b);   // sum[l] + a[l] . b[l], where a dword is a pair of bf16
 //
-// and how a host's weights come from memory the fastest way:
+// and what a host does fastest with weights from memory:
 //
+//   static constexpr std::int64_t kMostInParts;  // rows that the direct form takes in parts; more it transposes weights for
+//   static constexpr std::int64_t kMostStored;   // (register_direct.h), up to so many, and leaves to cells
 //   static constexpr int kLinesFetchedAhead;  // of so many lines one is prefetched, up to kRowsFetchedAhead rows
 //   static constexpr int kDirectFetchedTo;    // as __builtin_prefetch has it: 2 L2, 3 L1
 //   static constexpr int kUnpackFetchedTo;    // the same of the unpack form
@@ -229,7 +231,7 @@ template <class Form>
 void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels, OthersAhead& others) {
   alignas(64) BFloat16 parts[kSuperblock * Form::kMostRows * kTileColumns];
   alignas(64) float sums[kSuperblock * kPanelRows * 16 * Form::Vectors(Form::kMostRows)];
-  const std::int64_t rows = args.few_rows, vectors = Form::Vectors(rows), of_panel = kPanelRows * 16 * vectors;
+  const std::int64_t rows = args.row_count, vectors = Form::Vectors(rows), of_panel = kPanelRows * 16 * vectors;
   const std::int64_t pitch = Form::kMostRows / Form::Vectors(Form::kMostRows) * vectors * kTileColumns;
   const std::int64_t first_panel = args.first_panel + first, of_panel_vectors = Form::Vectors(kPanelRows);
   constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -285,12 +287,12 @@ void FewRowsDirectAs(const DirectGemmArgs& args) {
 
 template <class Product>
 void FewRowsDirect(const DirectGemmArgs& args) {
-  if (args.few_rows == 1) return FewRowsDirectAs<OneVector<Product, 1>>(args);
-  if (args.few_rows == 2) return FewRowsDirectAs<OneVector<Product, 2>>(args);
-  if (args.few_rows <= 4) return FewRowsDirectAs<OneVector<Product, 4>>(args);
-  if (args.few_rows <= 8) return FewRowsDirectAs<OneVector<Product, 8>>(args);
-  if (args.few_rows <= 12) return FewRowsDirectAs<SomeVectors<Product, 4, 12>>(args);
-  FewRowsDirectAs<SomeVectors<Product, 8, kMostFewRows>>(args);
+  if (args.row_count == 1) return FewRowsDirectAs<OneVector<Product, 1>>(args);
+  if (args.row_count == 2) return FewRowsDirectAs<OneVector<Product, 2>>(args);
+  if (args.row_count <= 4) return FewRowsDirectAs<OneVector<Product, 4>>(args);
+  if (args.row_count <= 8) return FewRowsDirectAs<OneVector<Product, 8>>(args);
+  if (args.row_count <= 12) return FewRowsDirectAs<SomeVectors<Product, 4, 12>>(args);
+  FewRowsDirectAs<SomeVectors<Product, 8, Product::kMostInParts>>(args);
 }
 
 // ---- Gradient ----

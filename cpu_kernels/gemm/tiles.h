@@ -20,9 +20,9 @@ inline constexpr std::int64_t kTileColumns = 32;  ///< columns of a tile
 inline constexpr std::int64_t kTileElements = 512;
 inline constexpr std::int64_t kSuperblock = 8;  ///< panels and tile columns of a superblock of weights
 
-/// Rows that the direct form for few takes, at most (KernelTier::most_few_rows, gemm/few_rows.h). Of more rows cells waste
-/// less. (Zen 5, GFLOP/s: 72 rows 403 by cells, which take 80, and 415 by that form; 96 rows 465 and 420.)
-inline constexpr int kMostFewRows = 64;
+/// Rows of activations that any direct form takes as stored tiles, at most (KernelTier::most_stored_rows): their sums of two
+/// panels, 48 KB, stay in L2.
+inline constexpr std::int64_t kMostStoredRows = 384;
 
 /// These functions are inlined into code compiled for several instruction sets: an out-of-line copy of one of them must never
 /// be shared, hence always_inline.
@@ -30,6 +30,13 @@ inline constexpr int kMostFewRows = 64;
 
 MOESAIC_INLINE std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 MOESAIC_INLINE std::int64_t RoundUp(std::int64_t a, std::int64_t b) { return CeilDiv(a, b) * b; }
+
+/// Whether the direct form takes so many rows as stored tiles: few, or up to `most_stored` but for whole panels, which fill
+/// cells. (Three panels, which cells meet in a single pass, do not hide the weights' way from memory: 660 to 930 GFLOP/s on two
+/// Zen 5 cores, where others reach 880.)
+MOESAIC_INLINE bool AreStoredRows(std::int64_t rows, std::int64_t most_few, std::int64_t most_stored) {
+  return rows <= most_few || (rows <= most_stored && (rows < 4 * kPanelRows || rows % kPanelRows != 0));
+}
 
 /// Elements from one row of fp32 sums to the next: `columns`, a multiple of 16, and a cache line more where rows would
 /// otherwise lie a multiple of 256 bytes apart and a tile's rows share a few sets of L1.

@@ -105,6 +105,9 @@ constexpr double kStores = 3, kStoresInTurn = 20;
 /// Bytes of such rows.
 constexpr std::int64_t kLinesInTurn = 256;
 
+/// Rows that take as long as transposing the weights for all. (Zen 5: 64 rows in L2 took 8% of their time for it.)
+constexpr std::int64_t kTransposedRows = 4;
+
 /// What one task costs, on one thread: nanoseconds and bytes.
 struct TaskCost {
   double cells_ns = 0;
@@ -184,12 +187,12 @@ class TaskCounter {
       cost.passed_once = call_rows <= (direct ? kDirectPass : kRowsInRegisters);
       cost.cells_ns = tiles * static_cast<double>(whole_calls) * FewTileNs(call_rows);
       if (rest > 0) cost.cells_ns += tiles * FewTileNs(rest);
-      if (direct) {
+      if (direct && call_rows <= m_.kernel.most_few_rows) {
         // What lays the activations out for a superblock of panels was measured with a whole one.
         const auto lays = static_cast<double>(column_calls * CeilDiv(call_columns, kSuperblock * kPanelRows) * kSuperblock);
         const double panels = static_cast<double>(CeilDiv(task.columns, kPanelRows));
         cost.cells_ns *= 1 + kLaysOut * std::max(0.0, lays / panels - 1);
-      } else {
+      } else if (!direct) {
         // Sums of a superblock of columns wait in C between superblocks of weights, or two of these, down a column.
         const std::int64_t sum_depth = (call_rows > kRowsInRegisters ? 2 : 1) * kSumDepth, visits = p_.k / sum_depth;
         const double sums = Product(task.rows, task.columns, 4) * static_cast<double>(visits);
@@ -246,14 +249,16 @@ class TaskCounter {
     cost.bytes[3] += bytes;
   }
 
-  /// Nanoseconds of a tile of weights in L2 times so many rows. The direct form takes eight in a vector where there are many,
-  /// the unpack form up to twelve at a time.
+  /// Nanoseconds of a tile of weights in L2 times so many rows. The direct form takes eight in a vector, or as the unpack form
+  /// does, which takes up to twelve at a time, where it transposes weights for many.
   double FewTileNs(std::int64_t rows) const {
-    const auto& measured = m_.kernel.few_tile_ns[p_.form == GemmForm::kDirect ? 0 : 1];
-    const std::int64_t most = m_.kernel.most_few_rows;
+    const bool direct = p_.form == GemmForm::kDirect, parts = direct && rows <= m_.kernel.most_few_rows;
+    const auto& measured = m_.kernel.few_tile_ns[parts ? 0 : 1];
+    const std::int64_t most = m_.kernel.measured_rows;
     const auto of = [&](std::int64_t some) { return measured[static_cast<std::size_t>(some - 1)]; };
+    if (direct && !parts) rows += kTransposedRows;
     if (rows <= most) return of(rows);
-    if (p_.form == GemmForm::kDirect) return of(most) * static_cast<double>(RoundUp(rows, 8)) / static_cast<double>(most);
+    if (parts) return of(most) * static_cast<double>(RoundUp(rows, 8)) / static_cast<double>(most);
     const std::int64_t groups = CeilDiv(rows, std::min<std::int64_t>(kRowsInRegisters, most)), more = rows % groups;
     return static_cast<double>(groups - more) * of(rows / groups) +
            (more > 0 ? static_cast<double>(more) * of(rows / groups + 1) : 0.0);
@@ -536,8 +541,9 @@ double Rounds(const Tasks& whole, const Tasks& rest, double threads) {
 }  // namespace
 
 bool IsFew(const GemmProblem& problem, std::int64_t rows, const MachineModel& machine) {
-  if (problem.form == GemmForm::kGradient || machine.kernel.most_few_rows == 0) return false;
-  return problem.form == GemmForm::kUnpack || rows <= kMostFewRows;
+  if (problem.form == GemmForm::kGradient || machine.kernel.measured_rows == 0) return false;
+  return problem.form == GemmForm::kUnpack ||
+         AreStoredRows(rows, machine.kernel.most_few_rows, machine.kernel.most_stored_rows);
 }
 
 PackingCut CutPacking(const GemmProblem& problem, int threads) {

@@ -24,7 +24,7 @@
 namespace moesaic {
 
 /// Changes whenever the same figures may give another answer: part of every cached answer's key.
-inline constexpr int kGemmModelVersion = 23;
+inline constexpr int kGemmModelVersion = 24;
 
 /// Which function of KernelTier computes it.
 enum class GemmForm { kDirect, kUnpack, kGradient };
@@ -92,7 +92,7 @@ struct PackingCut {
 };
 PackingCut CutPacking(const GemmProblem& problem, int threads);
 
-/// Whether the tier has a form for so few rows as a group has, whose work grows with them (gemm/few_rows.h, register_unpack.h).
+/// Whether the tier has a form for as many rows as a group has whose work grows with them (gemm/few_rows.h, register_*.h).
 bool IsFew(const GemmProblem& problem, std::int64_t rows, const MachineModel& machine);
 
 /// Whether the kernels can run it: positive sizes on the grid of panels and superblocks; a part of the contraction, in the

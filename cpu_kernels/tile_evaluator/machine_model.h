@@ -20,9 +20,10 @@ struct KernelFigures {
   std::int64_t right_panels = 1;  ///< kMaxB of the cell, 1 to 3
   /// Nanoseconds of one step (32 of the contraction) of a cell with i + 1 left and j + 1 right panels.
   std::array<std::array<double, 3>, 2> step_ns{};
-  /// Of the forms for few rows: how many are measured (0: there are none), and nanoseconds of a tile of weights in L2, by form
-  /// (direct, unpack) and rows - 1.
-  std::int64_t most_few_rows = 0;
+  std::int64_t most_few_rows = 0, most_stored_rows = 0;  ///< KernelTier's
+  /// Of the forms whose work grows with the rows: how many rows are measured (0: there are none), and nanoseconds of a tile of
+  /// weights in L2, by form (direct, unpack) and rows - 1.
+  std::int64_t measured_rows = 0;
   std::array<std::array<double, kMostMeasuredRows>, 2> few_tile_ns{};
   double cell_ns = 0;            ///< begin and end of the widest cell: accumulators cleared and stored
   double again_ns = 0;           ///< the same of one that goes on with sums in C: accumulators loaded and stored

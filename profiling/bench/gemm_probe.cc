@@ -53,14 +53,14 @@ GemmProbe::GemmProbe(const KernelTier& tier, Form form, const MatrixView& activa
       form_(form),
       rows_(activations.rows),
       columns_(CheckSizes(form, activations, weights, copies)),
-      few_rows_(form == Form::kDirect && rows_ <= tier.most_few_rows ? rows_ : 0) {
+      row_count_(form == Form::kDirect ? tier.StoredRows(rows_) : 0) {
   for (int i = 0; i < copies; ++i) PackWeights(weights);
 
   activations_ = TileMatrix::Activations(nullptr, rows_, activations.columns);
   activation_buffer_ = TilesOf(activations_);
   activations_.data = static_cast<BFloat16*>(activation_buffer_.data());
   TileMatrix PackRowsArgs::* const order = form != Form::kDirect ? &PackRowsArgs::operand
-                                           : few_rows_ > 0       ? &PackRowsArgs::stored
+                                           : row_count_ > 0      ? &PackRowsArgs::stored
                                                                  : &PackRowsArgs::pairs;
   PackRows(tier_, activations, order, activations_);
 
@@ -110,7 +110,7 @@ void GemmProbe::Call() {
     args.segments = {&segment, 1};
     args.panels = weights.panels;
     args.activation_panels = activations_.panels;
-    args.few_rows = few_rows_;
+    args.row_count = row_count_;
     args.c = c;
     args.ldc = ldc_;
     args.scratch = static_cast<BFloat16*>(scratch_.data());

@@ -40,7 +40,7 @@ class GemmProbe {
   const Form form_;
   const std::int64_t rows_;
   const std::int64_t columns_;
-  const std::int64_t few_rows_;  ///< as the layer has it: the rows where the tier has a form for so few, else 0
+  const std::int64_t row_count_;  ///< as the layer has it: KernelTier::StoredRows()
   std::vector<AlignedBuffer> weight_buffers_;
   std::vector<TileMatrix> weights_;
   AlignedBuffer activation_buffer_;

@@ -255,7 +255,7 @@ void GroupedGemm::CallDirect(const Task& task, const Block& block, const Prefetc
   segment.activations.columns = CeilDiv(block.depth, kTileColumns);
   args.segments = {&segment, 1};
   args.activation_panels = CeilDiv(block.rows, kPanelRows);
-  args.few_rows = IsFew(group) ? block.rows : 0;
+  args.row_count = IsFew(group) ? block.rows : 0;
   args.c = sums != nullptr ? sums : reinterpret_cast<float*>(group.c) + block.column * group.ldc + block.row;
   args.ldc = sums != nullptr ? sums_ld : group.ldc;
   args.accumulate = block.k > 0;

@@ -74,10 +74,10 @@ class GroupedGemm {
     std::int64_t row, rows, column, columns, k, depth;
   };
 
-  /// Whether the tier has a form for so few rows as a group has.
+  /// Whether the tier has a form for as many rows as a group has whose work grows with them.
   bool IsFew(const Group& group) const {
     if (problem_.form == GemmForm::kUnpack) return tier_.most_few_rows > 0;
-    return problem_.form == GemmForm::kDirect && group.rows <= tier_.most_few_rows;
+    return problem_.form == GemmForm::kDirect && tier_.StoredRows(group.rows) > 0;
   }
   void Fill(std::span<std::byte> memory, std::int64_t value_bytes);
   std::int64_t BytesOf(const TileMatrix& weights) const { return RoundUp(weights.size() * 2, 4096); }

@@ -91,8 +91,8 @@ class Call {
 
   void set_activations(BFloat16* activations) { segment_.activations.data = activations; }
 
-  /// Only so many of the rows, by the form for few (kernels.h).
-  void set_few_rows(std::int64_t rows) { few_rows_ = rows; }
+  /// Only so many of the rows, the direct form's as stored tiles (kernels.h).
+  void set_row_count(std::int64_t rows) { row_count_ = rows; }
 
   void Run() { Run(0, direct_ ? segment_.weights.panels : segment_.weights.columns, {}); }
 
@@ -110,7 +110,7 @@ class Call {
       args.first_panel = first;
       args.panels = count;
       args.activation_panels = CeilDiv(rows_, kPanelRows);
-      args.few_rows = few_rows_;
+      args.row_count = row_count_;
       args.c = c_;
       args.ldc = ldc_;
       args.accumulate = accumulate_;
@@ -120,7 +120,7 @@ class Call {
       UnpackGemmArgs args;
       args.segments = {&segment_, 1};
       args.panels = CeilDiv(rows_, kPanelRows);
-      args.row_count = few_rows_;
+      args.row_count = row_count_;
       args.first_column = first;
       args.columns = count;
       args.c = c_;
@@ -135,7 +135,7 @@ class Call {
   /// all tile columns, in its slices.
   void RunStreaming() {
     if (!direct_) return Run();
-    const std::int64_t panels = segment_.weights.panels, step = few_rows_ > 0 ? kSuperblock : 2;
+    const std::int64_t panels = segment_.weights.panels, step = row_count_ > 0 ? kSuperblock : 2;
     for (std::int64_t panel = 0; panel < panels; panel += step) {
       PrefetchRange next;
       if (panel + step < panels) {
@@ -152,7 +152,7 @@ class Call {
   const KernelTier& tier_;
   const bool direct_;
   const std::int64_t rows_;
-  std::int64_t few_rows_ = 0;
+  std::int64_t row_count_ = 0;
   std::int64_t depth_ = 0;
   bool accumulate_ = false;
   GemmSegment segment_;
@@ -299,14 +299,14 @@ void KernelProbe::MakeCalls(Bodies& bodies) {
   packing_ = add([packing, &tier] { tier.pack_rows(packing->args); });
   packed_bytes_ = static_cast<double>(packing->source.bytes());
   // The forms for few rows: superblocks along the contraction, more than L1 holds.
-  const std::int64_t most_few = MostFewRows();
-  for (std::int64_t r = 0; r < 2 * most_few; ++r) {
-    const bool of_direct = r < most_few;
+  const std::int64_t measured = MeasuredRows();
+  for (std::int64_t r = 0; r < 2 * measured; ++r) {
+    const bool of_direct = r < measured;
     constexpr std::int64_t kPanels = kSuperblock * kPanelRows, kTiles = kSuperblock * kTileColumns;
     auto some = std::make_shared<Call>(tier, kPanelRows, of_direct ? kPanels : kFewBlocks * kPanels,
                                        of_direct ? kFewBlocks * kTiles : kTiles, of_direct);
-    some->set_few_rows(r % most_few + 1);
-    few_[of_direct ? 0 : 1][r % most_few] = add([some] { some->Run(); });
+    some->set_row_count(r % measured + 1);
+    few_[of_direct ? 0 : 1][r % measured] = add([some] { some->Run(); });
   }
 }
 
@@ -341,7 +341,9 @@ KernelFigures KernelProbe::Figures() const {
   figures.left_panels = tier_.left_panels;
   figures.right_panels = tier_.right_panels;
   figures.unpack_overlaps = tier_.unpack_overlaps;
-  figures.most_few_rows = MostFewRows();
+  figures.most_few_rows = tier_.most_few_rows;
+  figures.most_stored_rows = tier_.most_stored_rows;
+  figures.measured_rows = MeasuredRows();
   double fixed = 0;
   for (std::int64_t a = 0; a < tier_.left_panels; ++a) {
     for (std::int64_t b = 0; b < tier_.right_panels; ++b) {
@@ -380,7 +382,7 @@ KernelFigures KernelProbe::Figures() const {
   const double products = kLong * product + figures.cell_ns;
   figures.unpack_tile_ns = std::max(0.1, column - products) / (2 * kLong);
   for (std::size_t form = 0; form < 2; ++form) {
-    for (std::int64_t r = 0; r < MostFewRows(); ++r) {
+    for (std::int64_t r = 0; r < MeasuredRows(); ++r) {
       const auto at = static_cast<std::size_t>(r);
       // More rows take no less time; where they seem to, something else ran meanwhile.
       const double before = r > 0 ? figures.few_tile_ns[form][at - 1] : 0.1;
@@ -535,7 +537,7 @@ BestAndMean StreamProbe::Measure(const KernelTier& tier, bool direct, std::int64
       own.weights = memory_.Share(worker);
       for (std::int64_t bytes = 0; bytes < 2 * HostCaches().l2; bytes += of_call) {
         own.calls.emplace_back(tier, rows, direct ? kColumns : kContraction, direct ? kContraction : kColumns, direct, false);
-        if (rows <= tier.most_few_rows) own.calls.back().set_few_rows(rows);
+        own.calls.back().set_row_count(tier.StoredRows(rows));
         own.calls.back().set_depth(
             UnpackSlice(tier.unpack_overlaps, kContraction / kTileColumns, CeilDiv(rows, kPanelRows), HostCaches().l2));
       }

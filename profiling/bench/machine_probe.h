@@ -70,7 +70,7 @@ class KernelProbe {
 
   void MakeCalls(Bodies& bodies);
   double NsOfAll(const std::vector<Bodies>& workers, std::size_t body) const;
-  std::int64_t MostFewRows() const { return std::min<std::int64_t>(tier_.most_few_rows, kMostMeasuredRows); }
+  std::int64_t MeasuredRows() const { return std::min<std::int64_t>(tier_.most_few_rows, kMostMeasuredRows); }
 
   const KernelTier& tier_;
   threadpool::Pool* const pool_;

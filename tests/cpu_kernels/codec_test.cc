@@ -92,7 +92,7 @@ TEST_P(CodecTest, FewRows) {
     args.activation_panels = 1;
     args.c = c.As<float>();
     args.ldc = 16;
-    args.few_rows = 5;
+    args.row_count = 5;
     args.scratch = scratch.As<BFloat16>();
     tier_->direct_gemm(args);
     UnpackGemmArgs to_rows;

@@ -6,7 +6,6 @@ import json
 import pytest
 
 import moesaic
-from moesaic import _core
 from moesaic.perf import GemmEvaluator, GemmShape, Machine, measure
 
 
@@ -201,7 +200,7 @@ def test_the_better_of_two_figures():
 
 def test_the_rate_of_weights_makes_the_model_say_what_was_measured():
     machine = Machine.named("emr-16c")  # few rows are decided by the memory there
-    rows = measure._stream_rows(machine.kernels[machine.isa].per_thread[1], machine.dram_gbps[1], True)
+    rows = measure._stream_rows(machine.kernels[machine.isa].per_thread[1], machine.dram_gbps[1], True, 0)
     assert rows["direct"] == rows["unpack"]  # no forms for few
     rows = rows["direct"]
     told = {count: measure._stream_gbps(machine, machine.isa, 1, "direct", count) for count in rows}
@@ -238,8 +237,8 @@ def test_the_forms_for_few_rows_have_rates_of_their_own():
         **{name: {2: most} for name in ("few_direct_gbps", "few_unpack_gbps", "direct_gbps", "unpack_gbps")},
     )
     machine = dataclasses.replace(machine, kernels={isa: kernels})
-    rows = measure._stream_rows(kernels.per_thread[1], machine.dram_gbps[1], False)
-    assert rows["unpack"] == measure._FEW_ROWS == rows["direct"][:3] and min(rows["direct"][3:]) > _core.most_few_rows
+    rows = measure._stream_rows(kernels.per_thread[1], machine.dram_gbps[1], False, kernels.most_few_rows)
+    assert rows["unpack"] == measure._FEW_ROWS == rows["direct"][:3] and min(rows["direct"][3:]) > kernels.most_few_rows
     streams = {}
     for form, share in (("direct", 0.9), ("unpack", 0.8)):
         for count in rows[form]:

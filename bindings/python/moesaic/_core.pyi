@@ -355,6 +355,8 @@ class MachineProbe:
         """The tier's kernels on all threads at the same time."""
 
 class KernelRow(TypedDict):
+    most_few_rows: int
+    most_stored_rows: int
     few_tile_ns: list[list[float]]
     left_panels: int
     right_panels: int
@@ -405,7 +407,6 @@ def adapters_in_place(rows: Sequence[int], input_rank: int, down_rank: int) -> b
 
 gemm_parts: tuple[str, ...]
 gemm_model_version: int
-most_few_rows: int
 _Problem = tuple[Sequence[int], int, int, int, int, float, str, bool, bool]
 _Configuration = tuple[int, int, int, int, int, str]
 _Answer = tuple[_Configuration, float, list[float], int, int]

@@ -17,7 +17,7 @@ from typing import Any
 
 from moesaic import _core
 
-SCHEMA = 5
+SCHEMA = 6
 ByThreads = Mapping[int, float]
 """A figure for some numbers of threads, all threads together; between them it is interpolated."""
 
@@ -80,6 +80,10 @@ class Kernels:
 
     left_panels: int
     right_panels: int
+    most_few_rows: int
+    """Rows that the direct form takes in parts of lines, and as stored tiles in any way, at most; 0 where a tier has
+    cells alone."""
+    most_stored_rows: int
     per_thread: Mapping[int, PerThread]
     """By threads: of one, and of as many as the machine has, which may share cores and what computes there."""
     unpack_overlaps: bool
@@ -316,6 +320,8 @@ class Machine:
             "claim_ns": at_threads(self.claim_ns, threads),
             "left_panels": kernels.left_panels,
             "right_panels": kernels.right_panels,
+            "most_few_rows": kernels.most_few_rows,
+            "most_stored_rows": kernels.most_stored_rows,
             "step_ns": [(*row, 0.0, 0.0, 0.0)[:3] for row in (*per_thread.step_ns, (), ())[:2]],
             "few_tile_ns": per_thread.few_tile_ns,
             "cell_ns": per_thread.cell_ns,
@@ -401,8 +407,10 @@ def _read(document: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
             raise ValueError(f"{where}: {name} is {value!r}, expected true or false")
         return value
     if kind == "int":
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{where}: {name} is {value!r}, expected a positive whole number")
+        least = 0 if name in ("most_few_rows", "most_stored_rows") else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            expected = "a positive whole number" if least else "a whole number, 0 or more"
+            raise ValueError(f"{where}: {name} is {value!r}, expected {expected}")
         return value
     if kind == "float":
         return _number(value, name, where, zero=name in ("cell_ns", "again_ns", "call_ns", "l2_tile_ns"))

@@ -153,7 +153,9 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
                 host.turn(probe, turns, {})
             for tier in host.tiers:
                 row = host.kernels[tier].figures()
-                rows[tier] = _stream_rows(_per_thread(row), turns.caches()[3], row["unpack_overlaps"])
+                rows[tier] = _stream_rows(
+                    _per_thread(row), turns.caches()[3], row["unpack_overlaps"], row["most_few_rows"]
+                )
         together = {tier: probe.kernels(tier) for tier in host.tiers} if 1 < n == host.threads else {}
         for _ in range(_ROUNDS):
             if n == 1:
@@ -177,6 +179,8 @@ def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
         kernels[tier] = Kernels(
             left_panels=row["left_panels"],
             right_panels=row["right_panels"],
+            most_few_rows=row["most_few_rows"],
+            most_stored_rows=row["most_stored_rows"],
             per_thread=per_thread,
             unpack_overlaps=row["unpack_overlaps"],
             sentinel_ns=host.sentinel_ns[tier],
@@ -303,13 +307,13 @@ def _with_rate(
     return min((fitted(1.02**-step) for step in range(100)), key=lambda some: some[1])
 
 
-def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool) -> _StreamRows:
+def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool, most_few: int) -> _StreamRows:
     """Rows with which the kernels are tried on weights from memory, by form: some of the forms for few, if there are
     any, which are all that the unpack form needs; the fewest whole panels beyond; so many that products take about as
     long as the memory; twice as many. A matrix unit's wait for activations from L2, and for what is unpacked: half as
     many, too."""
     few = _FEW_ROWS if kernels.few_tile_ns[0] else ()
-    least = _core.most_few_rows + 16 if few else 16
+    least = most_few + 16
     product_ns = (kernels.step_ns[-1][0] + (kernels.l2_tile_ns if matrix_unit else 0.0)) / len(kernels.step_ns)
     balanced = min(max(16 * round(1024 / dram_gbps / product_ns), least + 16), 192)
     half = 16 * round(balanced / 32)
@@ -337,7 +341,7 @@ def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, rows: int
     problem = ((rows,) * threads, k, n, 2, 4, 2.0, form, True, False)
     depth = 32 * _core.unpack_slice(machine.kernels[tier].unpack_overlaps, k // 32, -(-rows // 16), machine.l2_bytes)
     sliced = form == "unpack" and depth > 0
-    few = rows <= _core.most_few_rows and _has_few(machine, tier)
+    few = rows <= machine.kernels[tier].most_few_rows
     columns = n if form == "unpack" else 128 if few else 32
     padded = 16 * -(-rows // 16)
     configuration = (padded, n, padded, columns, depth if sliced else k, "columns")

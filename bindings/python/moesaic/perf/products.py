@@ -89,7 +89,6 @@ class ShapeRecorder:
 # Rows at which products are evaluated. Between them time is linear in the rows that count.
 _GRID = (1, 2, 4, 8, 12, 16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384)
 _FEW = 16
-_FEW_DIRECT = 64  # where a tier has a form for so many
 _USABLE = 0.6  # of the last-level cache
 _EACH_THREAD = 4  # groups in a question: enough that scheduling plays no part, and activations stay in cache
 
@@ -173,14 +172,20 @@ class Products:
         exact = len(self.figures["few_tile_ns"][0]) > 0
         if rows <= _FEW or (exact and form == "unpack"):
             return rows
-        return round_up(rows, 8 if exact and rows <= _FEW_DIRECT else 16)
+        return self._direct_rows(rows)
+
+    def _direct_rows(self, rows: int) -> int:
+        """Of the direct form, of many: eight at a time up to `most_few_rows`, each up to `most_stored_rows`."""
+        if rows <= self.figures["most_few_rows"]:
+            return round_up(rows, 8)
+        return rows if rows <= self.figures["most_stored_rows"] else round_up(rows, 16)
 
     def lanes(self, rows: int) -> float:
         """Rows that a narrow product takes as long as: whole panels of 16, but for few rows where a tier has a form for
         them."""
         few: list[float] = self.figures["few_tile_ns"][0]
         if rows > len(few):
-            return round_up(rows, 8 if few and rows <= _FEW_DIRECT else 16)
+            return self._direct_rows(rows)
         whole: float = self.figures["step_ns"][0][0]
         return float(min(16 * few[rows - 1] / whole, 16.0))
 

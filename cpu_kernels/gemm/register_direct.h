@@ -1,0 +1,176 @@
+// The direct form (kernels.h, DirectGemmArgs) of stored activations on tiers whose product takes its factors from registers:
+// two panels of the weights are transposed for a superblock of the contraction, into L1, and meet all rows of activations from
+// there, up to 12 rows at a time. Work grows with the rows that count, and the order of summation is a cell's.
+//
+// (Two Zen 5 cores, weights from memory, 2,048 x 1,536, GFLOP/s beside parts of lines (few_rows.h) and cells: 42 rows 882 and
+// 784, 66 rows 912 and 747, 250 rows 976 and 930; of whole panels cells are faster, 96 rows 962 and 989. Turned by masked
+// loads, which take half of the shuffles, 2 to 7% slower, and beside the products before 2 to 4%.)
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu_kernels/gemm/direct_gemm.h"
+#include "cpu_kernels/gemm/register_unpack.h"
+#include "cpu_kernels/simd.h"
+
+namespace {
+
+/// A slice of two panels, transposed, and the activations that meet it.
+struct TurnedSlice {
+  static constexpr std::int64_t kTiles = kSuperblock;
+  /// Of segments shorter than a slice, then one as long, then a rest of less than half (DirectSlices).
+  static constexpr std::int64_t kMostTiles = 2 * kTiles + kTiles / 2;
+  static constexpr std::int64_t kLine = 2 * kPanelRows;  ///< dwords: a pair of columns of both panels
+
+  alignas(64) float lines[kMostTiles * kPanelRows * kLine];  ///< [tile][pair][panel][16]
+  const BFloat16* left[kMostTiles];                          ///< the first row of each tile
+  int tiles = 0;
+
+  void Turn(const DirectGemmArgs& args, std::span<const SlicePart> parts, std::int64_t panel) {
+    tiles = 0;
+    for (const SlicePart& part : parts) {
+      const TileMatrix& weights = part.segment->weights;
+      const std::int64_t beside = panel + 1 < weights.panels ? panel + 1 : panel;
+      for (std::int64_t k = part.begin; k < part.end; ++k, ++tiles) {
+        left[tiles] = part.segment->activations.Tile(0, k);
+        float* to = lines + tiles * kPanelRows * kLine;
+        TurnTile(WeightTile(weights, panel, k, args.scratch), to);
+        TurnTile(WeightTile(weights, beside, k, args.scratch), to + kPanelRows);
+      }
+    }
+  }
+
+ private:
+  static void TurnTile(const BFloat16* tile, float* to) {
+    Transpose16x16(reinterpret_cast<const float*>(tile), kPanelRows, to, kLine);
+  }
+};
+
+/// `lines` cache lines beside each tile, from each of two places on.
+struct LinesBeside {
+  const BFloat16* first[2];
+  int lines;
+};
+
+/// Adds the products of kRows rows, from `row` on, with a slice to their sums, [row][32]. Not inlined, so that the loops have
+/// all registers for themselves.
+template <class Product, int kRows>
+[[gnu::noinline]] void MultiplyTurned(const TurnedSlice& slice, const LinesBeside& ahead, std::int64_t row, float* sums,
+                                      bool accumulate) {
+  sums += row * TurnedSlice::kLine;
+  F32x16 sum[kRows][2] = {};
+  if (accumulate) LoadSums(sums, TurnedSlice::kLine, sum);
+  const float* line = slice.lines;
+  const BFloat16 *beside = ahead.first[0], *beside_next = ahead.first[1];
+  for (int n = 0; n < slice.tiles; ++n, beside += kTileElements, beside_next += kTileElements) {
+    for (int i = 0; i < ahead.lines; ++i) {
+      __builtin_prefetch(beside + i * kTileColumns, 0, Product::kDirectFetchedTo);
+      __builtin_prefetch(beside_next + i * kTileColumns, 0, Product::kDirectFetchedTo);
+    }
+    const BFloat16* left = slice.left[n] + row * kTileColumns;
+#pragma GCC unroll 1
+    for (int p = 0; p < kPanelRows; ++p, line += TurnedSlice::kLine, left += 2) {
+      U32x16 right[2];
+      std::memcpy(right, line, sizeof(right));
+#pragma GCC unroll 12
+      for (int t = 0; t < kRows; ++t) {
+        std::uint32_t pair;
+        std::memcpy(&pair, left + t * kTileColumns, sizeof(pair));
+        const U32x16 pairs = U32x16{} + pair;
+        sum[t][0] = Product::Add(sum[t][0], pairs, right[0]);
+        sum[t][1] = Product::Add(sum[t][1], pairs, right[1]);
+      }
+    }
+  }
+  StoreSums(sum, sums, TurnedSlice::kLine);
+}
+
+/// At most kRows rows.
+template <class Product, int kRows = kRowsInRegisters>
+void MultiplyTurned(std::int64_t rows, const TurnedSlice& slice, const LinesBeside& ahead, std::int64_t row, float* sums,
+                    bool accumulate) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return MultiplyTurned<Product, kRows - 1>(rows, slice, ahead, row, sums, accumulate);
+  }
+  MultiplyTurned<Product, kRows>(slice, ahead, row, sums, accumulate);
+}
+
+/// Sums [row][32] of two panels to or from C, [32][ldc]: 16 x 16 at a time.
+class SumsOfPair {
+ public:
+  SumsOfPair(const DirectGemmArgs& args, std::int64_t panel) : args_(args), panel_(panel) {}
+
+  void Load(float* sums) const {
+    Each([&](float* c, float* block) { Transpose16x16(c, args_.ldc, block, TurnedSlice::kLine); }, sums);
+  }
+  void Store(float* sums) const {
+    Each([&](float* c, float* block) { Transpose16x16(block, TurnedSlice::kLine, c, args_.ldc); }, sums);
+  }
+
+ private:
+  template <class Move>
+  void Each(Move move, float* sums) const {
+    for (std::int64_t p = 0; p < 2 && panel_ + p < args_.panels; ++p) {
+      for (std::int64_t t = 0; t < args_.row_count; t += kPanelRows) {
+        move(args_.c + (panel_ + p) * kPanelRows * args_.ldc + t, sums + t * TurnedSlice::kLine + p * kPanelRows);
+      }
+    }
+  }
+  const DirectGemmArgs& args_;
+  const std::int64_t panel_;
+};
+
+/// What is turned after a slice of two panels: the next slice, the next two panels, or what the next call begins with. (Not
+/// adapters, which are repeated, nor compressed weights.)
+inline LinesBeside TurnedNext(const DirectGemmArgs& args, std::span<const SlicePart> next, std::int64_t panel) {
+  const TileMatrix* weights = &args.prefetch.weights;
+  std::int64_t first = args.prefetch.first_panel, column = args.prefetch.first_column;
+  if (!next.empty()) {
+    weights = &next[0].segment->weights;
+    first = args.first_panel + panel;
+    column = next[0].begin;
+  } else if (panel + 2 < args.panels) {
+    weights = &args.segments[0].weights;
+    first = args.first_panel + panel + 2;
+    column = 0;
+  }
+  if (weights->data == nullptr || weights->repeats) return {};
+  const BFloat16* const tile = weights->Tile(first, column);
+  return {{tile, first + 1 < weights->panels ? weights->Tile(first + 1, column) : tile}, kPanelRows};
+}
+
+template <class Product>
+void DirectInRegisters(const DirectGemmArgs& args) {
+  TurnedSlice turned;
+  alignas(64) float sums[RoundUp(kMostStoredRows, kPanelRows) * TurnedSlice::kLine];
+  const std::int64_t rows = args.row_count, groups = CeilDiv(rows, kRowsInRegisters);
+  std::int64_t slices = 0;
+  for (DirectSlices all(args.segments, TurnedSlice::kTiles); !all.done(); all.Next()) ++slices;
+  OthersAhead others(args.prefetch, slices * CeilDiv(args.panels, 2));
+  std::memset(sums + rows * TurnedSlice::kLine, 0, (RoundUp(rows, kPanelRows) - rows) * TurnedSlice::kLine * sizeof(float));
+  for (std::int64_t panel = 0; panel < args.panels; panel += 2) {
+    const SumsOfPair sums_of_pair(args, panel);
+    if (args.accumulate) sums_of_pair.Load(sums);
+    bool accumulate = args.accumulate;
+    for (DirectSlices slice(args.segments, TurnedSlice::kTiles), next = slice; !slice.done(); slice = next, accumulate = true) {
+      next.Next();
+      turned.Turn(args, slice.parts(), args.first_panel + panel);
+      const LinesBeside all = TurnedNext(args, next.parts(), panel);
+      for (std::int64_t g = 0, row = 0, end; g < groups; ++g, row = end) {
+        end = (g + 1) * rows / groups;
+        const std::int64_t line = g * all.lines / groups;
+        const LinesBeside ahead{{all.first[0] + line * kTileColumns, all.first[1] + line * kTileColumns},
+                                static_cast<int>((g + 1) * all.lines / groups - line)};
+        MultiplyTurned<Product>(end - row, turned, ahead, row, sums, accumulate);
+      }
+      const LinesAhead& lines = others.Next();
+      for (const BFloat16* first : lines.begin) {
+        for (std::int64_t i = 0; i < lines.lines; ++i) __builtin_prefetch(first + i * kTileColumns, 0, 2);
+      }
+    }
+    sums_of_pair.Store(sums);
+  }
+}
+
+}  // namespace
