@@ -38,9 +38,9 @@ struct VectorOf<16> {
 
 /// Figures: GB/s of Intel hosts.
 struct WidenProduct {
-  /// Two Zen 5 cores, GFLOP/s with 62 rows in parts 468, transposed 449; 66 and 122 rows transposed 445, 470, by cells 384,
-  /// 451.
-  static constexpr std::int64_t kMostInParts = 64, kMostStored = kMostStoredRows;
+  /// 16 threads, GFLOP/s with 66, 122 rows by cells 783, 904, of transposed weights 689, 686. (Two Zen 5 cores: 384, 451 and
+  /// 445, 470.)
+  static constexpr std::int64_t kMostInParts = 64, kMostStored = 64;
   /// 16 threads, memory of 198, 1 row, direct and unpack, into L1: 168 and 147; every fourth to L2 152 and 125.
   static constexpr int kLinesFetchedAhead = 1;
   /// 4 rows 137; to L2 128.
