@@ -57,7 +57,8 @@ MachineModel MachineOf(const py::dict& figures) {
   kernel.measured_rows = static_cast<std::int64_t>(few[0].size());
   if (few[0].size() != few[1].size() || few[0].size() > kMostMeasuredRows) {
     throw std::invalid_argument("figure few_tile_ns has " + std::to_string(few[0].size()) + " and " +
-                                std::to_string(few[1].size()) + " entries, expected equal numbers, at most 16");
+                                std::to_string(few[1].size()) + " entries, expected equal numbers, at most " +
+                                std::to_string(kMostMeasuredRows));
   }
   for (std::size_t form = 0; form < few.size(); ++form) {
     std::copy(few[form].begin(), few[form].end(), kernel.few_tile_ns[form].begin());
@@ -235,6 +236,7 @@ void RegisterEvaluator(py::module_& module) {
   for (std::size_t i = 0; i < kGemmParts; ++i) parts.append(std::string(GemmPartName(static_cast<GemmPart>(i))));
   module.attr("gemm_parts") = py::tuple(parts);
   module.attr("gemm_model_version") = kGemmModelVersion;
+  module.attr("most_measured_rows") = kMostMeasuredRows;
   module.def("chunk_rows", &ChunkRows, py::arg("rows"), py::arg("hidden"), py::arg("intermediate"));
   module.def(
       "choose_blocking",

@@ -105,8 +105,11 @@ constexpr double kStores = 3, kStoresInTurn = 20;
 /// Bytes of such rows.
 constexpr std::int64_t kLinesInTurn = 256;
 
-/// Rows that take as long as transposing the weights for all. (Zen 5: 64 rows in L2 took 8% of their time for it.)
-constexpr std::int64_t kTransposedRows = 4;
+/// The direct form of many rows: rows that take as long as transposing the weights for all, and the share of the unpack form's
+/// time that they take then, with nothing interleaved beside the products. (Two Zen 5 cores, weights in L2: 24, 64, 250 rows
+/// 808, 938, 953 GFLOP/s; unpack form 933, 954, 946.)
+constexpr std::int64_t kTransposedRows = 6;
+constexpr double kTransposedShare = 0.97;
 
 /// What one task costs, on one thread: nanoseconds and bytes.
 struct TaskCost {
@@ -249,19 +252,31 @@ class TaskCounter {
     cost.bytes[3] += bytes;
   }
 
-  /// Nanoseconds of a tile of weights in L2 times so many rows. The direct form takes eight in a vector, or as the unpack form
-  /// does, which takes up to twelve at a time, where it transposes weights for many.
+  /// Nanoseconds of a tile of weights in L2 times so many rows.
   double FewTileNs(std::int64_t rows) const {
-    const bool direct = p_.form == GemmForm::kDirect, parts = direct && rows <= m_.kernel.most_few_rows;
-    const auto& measured = m_.kernel.few_tile_ns[parts ? 0 : 1];
+    if (p_.form == GemmForm::kUnpack) return UnpackTileNs(rows);
+    if (rows > m_.kernel.most_few_rows) return kTransposedShare * UnpackTileNs(rows + kTransposedRows);
+    const std::int64_t most = m_.kernel.measured_rows;  // of more, eight are in a vector
+    return MeasuredNs(0, std::min(rows, most)) *
+           (rows > most ? static_cast<double>(RoundUp(rows, 8)) / static_cast<double>(most) : 1.0);
+  }
+
+  /// Of the unpack form: up to twelve rows in each pass.
+  double UnpackTileNs(std::int64_t rows) const {
     const std::int64_t most = m_.kernel.measured_rows;
-    const auto of = [&](std::int64_t some) { return measured[static_cast<std::size_t>(some - 1)]; };
-    if (direct && !parts) rows += kTransposedRows;
-    if (rows <= most) return of(rows);
-    if (parts) return of(most) * static_cast<double>(RoundUp(rows, 8)) / static_cast<double>(most);
-    const std::int64_t groups = CeilDiv(rows, std::min<std::int64_t>(kRowsInRegisters, most)), more = rows % groups;
-    return static_cast<double>(groups - more) * of(rows / groups) +
-           (more > 0 ? static_cast<double>(more) * of(rows / groups + 1) : 0.0);
+    if (rows <= most) return MeasuredNs(1, rows);
+    // As in two passes, for one alone may go tile by tile.
+    const auto pass = [&](std::int64_t some) {
+      const std::int64_t two = std::min(2 * some, most);
+      return MeasuredNs(1, two) * static_cast<double>(some) / static_cast<double>(two);
+    };
+    const std::int64_t passes = CeilDiv(rows, kRowsInRegisters), more = rows % passes;
+    return static_cast<double>(passes - more) * pass(rows / passes) +
+           (more > 0 ? static_cast<double>(more) * pass(rows / passes + 1) : 0.0);
+  }
+
+  double MeasuredNs(std::size_t form, std::int64_t rows) const {
+    return m_.kernel.few_tile_ns[form][static_cast<std::size_t>(rows - 1)];
   }
 
   /// Cache lines of weights.

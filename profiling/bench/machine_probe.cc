@@ -303,7 +303,7 @@ void KernelProbe::MakeCalls(Bodies& bodies) {
   for (std::int64_t r = 0; r < 2 * measured; ++r) {
     const bool of_direct = r < measured;
     constexpr std::int64_t kPanels = kSuperblock * kPanelRows, kTiles = kSuperblock * kTileColumns;
-    auto some = std::make_shared<Call>(tier, kPanelRows, of_direct ? kPanels : kFewBlocks * kPanels,
+    auto some = std::make_shared<Call>(tier, r % measured + 1, of_direct ? kPanels : kFewBlocks * kPanels,
                                        of_direct ? kFewBlocks * kTiles : kTiles, of_direct);
     some->set_row_count(r % measured + 1);
     few_[of_direct ? 0 : 1][r % measured] = add([some] { some->Run(); });

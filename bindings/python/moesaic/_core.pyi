@@ -407,6 +407,7 @@ def adapters_in_place(rows: Sequence[int], input_rank: int, down_rank: int) -> b
 
 gemm_parts: tuple[str, ...]
 gemm_model_version: int
+most_measured_rows: int
 _Problem = tuple[Sequence[int], int, int, int, int, float, str, bool, bool]
 _Configuration = tuple[int, int, int, int, int, str]
 _Answer = tuple[_Configuration, float, list[float], int, int]

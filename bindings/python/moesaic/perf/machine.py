@@ -476,10 +476,13 @@ def _per_thread_of(document: Any, left: int, right: int, where: str) -> PerThrea
     if (
         not isinstance(few, list)
         or len(few) != 2
-        or any(not isinstance(row, list) or len(row) > 16 for row in few)
+        or any(not isinstance(row, list) or len(row) > _core.most_measured_rows for row in few)
         or len(few[0]) != len(few[1])
     ):
-        raise ValueError(f"{where}: few_tile_ns is {few!r}, expected two rows of equally many numbers, at most 16")
+        raise ValueError(
+            f"{where}: few_tile_ns is {few!r}, "
+            f"expected two rows of equally many numbers, at most {_core.most_measured_rows}"
+        )
     values["few_tile_ns"] = tuple(
         tuple(_number(x, f"few_tile_ns[{i}][{j}]", where) for j, x in enumerate(row)) for i, row in enumerate(few)
     )
