@@ -27,16 +27,15 @@ struct TurnedSlice {
   const BFloat16* left[kMostTiles];                          ///< the first row of each tile
   int tiles = 0;
 
-  void Turn(const DirectGemmArgs& args, std::span<const SlicePart> parts, std::int64_t panel) {
+  void Turn(const DirectGemmArgs& args, std::span<const SlicePart> parts, std::int64_t panel, int panels) {
     tiles = 0;
     for (const SlicePart& part : parts) {
-      const TileMatrix& weights = part.segment->weights;
-      const std::int64_t beside = panel + 1 < weights.panels ? panel + 1 : panel;
       for (std::int64_t k = part.begin; k < part.end; ++k, ++tiles) {
         left[tiles] = part.segment->activations.Tile(0, k);
         float* to = lines + tiles * kPanelRows * kLine;
-        TurnTile(WeightTile(weights, panel, k, args.scratch), to);
-        TurnTile(WeightTile(weights, beside, k, args.scratch), to + kPanelRows);
+        for (int p = 0; p < panels; ++p) {
+          TurnTile(WeightTile(part.segment->weights, panel + p, k, args.scratch), to + p * kPanelRows);
+        }
       }
     }
   }
@@ -53,13 +52,13 @@ struct LinesBeside {
   int lines;
 };
 
-/// Adds the products of kRows rows, from `row` on, with a slice to their sums, [row][32]. Not inlined, so that the loops have
-/// all registers for themselves.
-template <class Product, int kRows>
+/// Adds the products of kRows rows, from `row` on, with the kPanels of a slice to their sums, [row][32]. Not inlined, so that
+/// the loops have all registers for themselves.
+template <class Product, int kPanels, int kRows>
 [[gnu::noinline]] void MultiplyTurned(const TurnedSlice& slice, const LinesBeside& ahead, std::int64_t row, float* sums,
                                       bool accumulate) {
   sums += row * TurnedSlice::kLine;
-  F32x16 sum[kRows][2] = {};
+  F32x16 sum[kRows][kPanels] = {};
   if (accumulate) LoadSums(sums, TurnedSlice::kLine, sum);
   const float* line = slice.lines;
   const BFloat16 *beside = ahead.first[0], *beside_next = ahead.first[1];
@@ -71,15 +70,15 @@ template <class Product, int kRows>
     const BFloat16* left = slice.left[n] + row * kTileColumns;
 #pragma GCC unroll 1
     for (int p = 0; p < kPanelRows; ++p, line += TurnedSlice::kLine, left += 2) {
-      U32x16 right[2];
+      U32x16 right[kPanels];
       std::memcpy(right, line, sizeof(right));
 #pragma GCC unroll 12
       for (int t = 0; t < kRows; ++t) {
         std::uint32_t pair;
         std::memcpy(&pair, left + t * kTileColumns, sizeof(pair));
         const U32x16 pairs = U32x16{} + pair;
-        sum[t][0] = Product::Add(sum[t][0], pairs, right[0]);
-        sum[t][1] = Product::Add(sum[t][1], pairs, right[1]);
+#pragma GCC unroll 2
+        for (int v = 0; v < kPanels; ++v) sum[t][v] = Product::Add(sum[t][v], pairs, right[v]);
       }
     }
   }
@@ -87,13 +86,13 @@ template <class Product, int kRows>
 }
 
 /// At most kRows rows.
-template <class Product, int kRows = kRowsInRegisters>
+template <class Product, int kPanels, int kRows = kRowsInRegisters>
 void MultiplyTurned(std::int64_t rows, const TurnedSlice& slice, const LinesBeside& ahead, std::int64_t row, float* sums,
                     bool accumulate) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return MultiplyTurned<Product, kRows - 1>(rows, slice, ahead, row, sums, accumulate);
+    if (rows < kRows) return MultiplyTurned<Product, kPanels, kRows - 1>(rows, slice, ahead, row, sums, accumulate);
   }
-  MultiplyTurned<Product, kRows>(slice, ahead, row, sums, accumulate);
+  MultiplyTurned<Product, kPanels, kRows>(slice, ahead, row, sums, accumulate);
 }
 
 /// Sums [row][32] of two panels to or from C, [32][ldc]: 16 x 16 at a time.
@@ -150,19 +149,22 @@ void DirectInRegisters(const DirectGemmArgs& args) {
   OthersAhead others(args.prefetch, slices * CeilDiv(args.panels, 2));
   std::memset(sums + rows * TurnedSlice::kLine, 0, (RoundUp(rows, kPanelRows) - rows) * TurnedSlice::kLine * sizeof(float));
   for (std::int64_t panel = 0; panel < args.panels; panel += 2) {
+    const int panels = Least(2, args.panels - panel);
     const SumsOfPair sums_of_pair(args, panel);
     if (args.accumulate) sums_of_pair.Load(sums);
     bool accumulate = args.accumulate;
     for (DirectSlices slice(args.segments, TurnedSlice::kTiles), next = slice; !slice.done(); slice = next, accumulate = true) {
       next.Next();
-      turned.Turn(args, slice.parts(), args.first_panel + panel);
+      turned.Turn(args, slice.parts(), args.first_panel + panel, panels);
       const LinesBeside all = TurnedNext(args, next.parts(), panel);
       for (std::int64_t g = 0, row = 0, end; g < groups; ++g, row = end) {
         end = (g + 1) * rows / groups;
         const std::int64_t line = g * all.lines / groups;
         const LinesBeside ahead{{all.first[0] + line * kTileColumns, all.first[1] + line * kTileColumns},
                                 static_cast<int>((g + 1) * all.lines / groups - line)};
-        MultiplyTurned<Product>(end - row, turned, ahead, row, sums, accumulate);
+        // A rank's single panel: half of the work.
+        panels == 2 ? MultiplyTurned<Product, 2>(end - row, turned, ahead, row, sums, accumulate)
+                    : MultiplyTurned<Product, 1>(end - row, turned, ahead, row, sums, accumulate);
       }
       const LinesAhead& lines = others.Next();
       for (const BFloat16* first : lines.begin) {

@@ -50,21 +50,21 @@ struct RegisterRun {
   std::int64_t LeftStep(std::int64_t n) const { return n % 2 == 0 ? kPanelRows : left_stride - kPanelRows; }
 };
 
-template <int kRows>
-MOESAIC_INLINE void LoadSums(const float* c, std::int64_t ldc, F32x16 (&sum)[kRows][2]) {
+template <int kRows, int kVectors>
+MOESAIC_INLINE void LoadSums(const float* c, std::int64_t ldc, F32x16 (&sum)[kRows][kVectors]) {
 #pragma GCC unroll 12
   for (int t = 0; t < kRows; ++t) {
-    sum[t][0] = LoadF32(c + t * ldc);
-    sum[t][1] = LoadF32(c + t * ldc + 16);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) sum[t][v] = LoadF32(c + t * ldc + 16 * v);
   }
 }
 
-template <int kRows>
-MOESAIC_INLINE void StoreSums(const F32x16 (&sum)[kRows][2], float* c, std::int64_t ldc) {
+template <int kRows, int kVectors>
+MOESAIC_INLINE void StoreSums(const F32x16 (&sum)[kRows][kVectors], float* c, std::int64_t ldc) {
 #pragma GCC unroll 12
   for (int t = 0; t < kRows; ++t) {
-    StoreF32(c + t * ldc, sum[t][0]);
-    StoreF32(c + t * ldc + 16, sum[t][1]);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) StoreF32(c + t * ldc + 16 * v, sum[t][v]);
   }
 }
 
