@@ -11,8 +11,8 @@ namespace moesaic {
 enum class MemoryLevel { kL1, kL2, kL3, kMemory };
 inline constexpr std::size_t kMemoryLevels = 4;
 
-/// Rows of activations, at most, that are measured one by one where a tier has forms for few: what two passes of the unpack form
-/// take.
+/// Rows of activations, at most, that are measured one by one where a tier has forms for few: what two passes of the unpack
+/// form take.
 inline constexpr std::size_t kMostMeasuredRows = 24;
 
 /// What the kernels of one tier do on this machine, on each thread of so many, with its operands in the L1 cache.
