@@ -28,8 +28,11 @@ namespace {
 template <class Cell>
 void Direct(const DirectGemmArgs& args) {
   if constexpr (!std::is_void_v<typename Cell::Product>) {
-    if (args.row_count > Cell::Product::kMostInParts) return DirectInRegisters<typename Cell::Product>(args);
-    if (args.row_count > 0) return FewRowsDirect<typename Cell::Product>(args);
+    using Product = typename Cell::Product;
+    if constexpr (Product::kMostStored > Product::kMostInParts) {
+      if (args.row_count > Product::kMostInParts) return DirectInRegisters<Product>(args);
+    }
+    if (args.row_count > 0) return FewRowsDirect<Product>(args);
   }
   DirectGemm<Cell>(args);
 }

@@ -11,7 +11,7 @@ namespace moesaic::moe {
 
 /// Activations of one job between its stages. Those that only gradients need are left empty where none is wanted.
 struct BackwardBuffers {
-  TileMatrix d;       ///< pairs, or stored where the rows are few, [rows][H]: D_e
+  TileMatrix d;       ///< as a direct GEMM takes them (Pass::StoredRows), [rows][H]: D_e
   SplitTiles q;       ///< the same [rows][R2]: s D_e B_d
   TileMatrix d_gate;  ///< operand [rows][I]: dG
   TileMatrix d_up;    ///< operand [rows][I]: dU

@@ -13,7 +13,7 @@ namespace {
 
 /// Activations of one job between its stages.
 struct ForwardBuffers {
-  TileMatrix x;    ///< pairs, or stored where the rows are few, [rows][H]
+  TileMatrix x;    ///< as a direct GEMM takes them (Pass::StoredRows), [rows][H]
   SplitTiles low;  ///< the same [rows][R1]: s X A^T of gate and up
   TileMatrix z;    ///< operand [rows][I]
   SplitTiles v;    ///< operand [rows][R2]: s Z A_d^T
@@ -150,7 +150,7 @@ class ForwardPass : public Pass {
     return buffers;
   }
 
-  /// X_e as pairs, and s X_e A^T of gate and up.
+  /// X_e as a direct GEMM takes it, and s X_e A^T of gate and up.
   void PackInput(std::int64_t index, std::int64_t) {
     const Job& job = jobs[index];
     const ForwardBuffers buffers = BuffersOf(index);

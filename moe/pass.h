@@ -185,10 +185,10 @@ class Pass {
   std::int64_t BlocksPerStep(const Job& job) const {
     return job.rows <= kernels.most_few_rows ? kSuperblock * kPanelRows / kTileColumns : blocking.blocks_per_step;
   }
-  /// The few_rows of its gradients, in the same way.
+  /// The few_rows of a job's gradients: its rows where the tier has a form for so few, else 0.
   std::int64_t FewGradientRows(const Job& job) const { return job.rows <= kernels.most_few_gradient_rows ? job.rows : 0; }
-  /// What a direct GEMM takes a job's activations as: pairs, or stored tiles where its rows are few. `rows`: one pointer for
-  /// each row of the job, to H values.
+  /// What a direct GEMM takes a job's activations as: stored tiles where StoredRows() says so, else pairs. `rows`: one pointer
+  /// for each row of the job, to H values.
   void PackForDirect(const Job& job, const void* const* rows, DType dtype, const TileMatrix& tiles) const;
 
   /// The unpack form for a range of tile columns of H, rounded to bf16, to the job's rows of workspace->rows.

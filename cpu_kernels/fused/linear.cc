@@ -110,7 +110,8 @@ Plan MakePlan(const Shape& shape, Form form, bool whole_rows, int threads) {
   plan.block_rows = std::min({most, std::max(half, kMostBlockRows), RoundUp(shape.rows, 32)});
   plan.blocks = plan.whole = CeilDiv(shape.rows, plan.block_rows);
   plan.splits = plan.blocks >= threads ? 1 : std::min(CeilDiv(2 * threads, plan.blocks), CeilDiv(columns, 64));
-  if (threads > 1 && plan.blocks > threads && plan.block_rows % 64 == 0) {
+  const std::int64_t of_half = form == Form::kDirect ? kPanelRows : 32;
+  if (threads > 1 && plan.blocks > threads && plan.block_rows % (2 * of_half) == 0) {
     // Threads are not equally fast, least of all two of one core: the last block of each is cut in halves.
     plan.whole = std::max<std::int64_t>(shape.rows / plan.block_rows - threads, 0);
     plan.blocks = plan.whole + CeilDiv(shape.rows - plan.whole * plan.block_rows, plan.block_rows / 2);

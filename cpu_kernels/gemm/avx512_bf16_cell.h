@@ -13,7 +13,7 @@ namespace {
 
 /// Figures: GB/s of two Zen 5 cores, memory of 75 to 82.
 struct Avx512Bf16Product {
-  /// GFLOP/s with 26, 34, 42 rows in parts: 732, 758, 784; transposed: 797, 851, 882; 24 and 32: 858 and 895, 780 and 850.
+  /// GFLOP/s with 24, 32, 34, 42 rows in parts 869, 907, 758, 784; of transposed weights 780, 848, 851, 882.
   static constexpr std::int64_t kMostInParts = 32, kMostStored = kMostStoredRows;
   /// 1 row, direct form: 73; every fourth line 66.
   static constexpr int kLinesFetchedAhead = 1;

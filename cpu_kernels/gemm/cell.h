@@ -7,7 +7,7 @@
 //   static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside);
 //   static constexpr bool kVectorsIdle;
 //   static constexpr std::int64_t kSliceTiles;  // see direct_gemm.h; 0: contractions are not cut
-//   using Product = ...;  // for few_rows.h and register_unpack.h; void where the cell does it all
+//   using Product = ...;  // for few_rows.h, register_direct.h and register_unpack.h; void where the cell does it all
 //
 // with C[16 a + i][16 b + j] (+)= sum over runs, tiles, pairs p: left_a[i][p] . right_b[p][j]. It makes an Aside::Steps of
 // `aside` and calls its NextRun() before each run and its Next() once for each tile of the contraction: these do a little of

@@ -14,8 +14,8 @@
 //
 // and what a host does fastest with weights from memory:
 //
-//   static constexpr std::int64_t kMostInParts;  // rows that the direct form takes in parts; more it transposes weights for
-//   static constexpr std::int64_t kMostStored;   // (register_direct.h), up to so many, and leaves to cells
+//   static constexpr std::int64_t kMostInParts;  // rows that the direct form takes in parts of lines, at most
+//   static constexpr std::int64_t kMostStored;   // rows that it transposes weights for (register_direct.h), at most
 //   static constexpr int kLinesFetchedAhead;  // of so many lines one is prefetched, up to kRowsFetchedAhead rows
 //   static constexpr int kDirectFetchedTo;    // as __builtin_prefetch has it: 2 L2, 3 L1
 //   static constexpr int kUnpackFetchedTo;    // the same of the unpack form

@@ -3,12 +3,13 @@
 // there, up to 12 rows at a time. Work grows with the rows that count, and the order of summation is a cell's.
 //
 // (Two Zen 5 cores, weights from memory, 2,048 x 1,536, GFLOP/s beside parts of lines (few_rows.h) and cells: 42 rows 882 and
-// 784, 66 rows 912 and 747, 250 rows 976 and 930; of whole panels cells are faster, 96 rows 962 and 989. Turned by masked
-// loads, which take half of the shuffles, 2 to 7% slower, and beside the products before 2 to 4%.)
+// 784, 66 rows 912 and 747, 250 rows 976 and 930; of whole panels cells are faster, 96 rows 943 and 962. Transposed by masked
+// loads, which take half of the shuffles, 5% slower with 64 rows, and beside the products before 4%.)
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <span>
 
 #include "cpu_kernels/gemm/direct_gemm.h"
 #include "cpu_kernels/gemm/register_unpack.h"
@@ -17,7 +18,7 @@
 namespace {
 
 /// A slice of two panels, transposed, and the activations that meet it.
-struct TurnedSlice {
+struct TransposedSlice {
   static constexpr std::int64_t kTiles = kSuperblock;
   /// Of segments shorter than a slice, then one as long, then a rest of less than half (DirectSlices).
   static constexpr std::int64_t kMostTiles = 2 * kTiles + kTiles / 2;
@@ -27,49 +28,44 @@ struct TurnedSlice {
   const BFloat16* left[kMostTiles];                          ///< the first row of each tile
   int tiles = 0;
 
-  void Turn(const DirectGemmArgs& args, std::span<const SlicePart> parts, std::int64_t panel, int panels) {
+  void Transpose(const DirectGemmArgs& args, std::span<const SlicePart> parts, std::int64_t panel, int panels) {
     tiles = 0;
     for (const SlicePart& part : parts) {
       for (std::int64_t k = part.begin; k < part.end; ++k, ++tiles) {
         left[tiles] = part.segment->activations.Tile(0, k);
         float* to = lines + tiles * kPanelRows * kLine;
         for (int p = 0; p < panels; ++p) {
-          TurnTile(WeightTile(part.segment->weights, panel + p, k, args.scratch), to + p * kPanelRows);
+          TransposeTile(WeightTile(part.segment->weights, panel + p, k, args.scratch), to + p * kPanelRows);
         }
       }
     }
   }
 
  private:
-  static void TurnTile(const BFloat16* tile, float* to) {
+  static void TransposeTile(const BFloat16* tile, float* to) {
     Transpose16x16(reinterpret_cast<const float*>(tile), kPanelRows, to, kLine);
   }
 };
 
-/// `lines` cache lines beside each tile, from each of two places on.
-struct LinesBeside {
-  const BFloat16* first[2];
-  int lines;
-};
-
 /// Adds the products of kRows rows, from `row` on, with the kPanels of a slice to their sums, [row][32]. Not inlined, so that
 /// the loops have all registers for themselves.
+/// @param ahead  beside the first tile; beside each further one the same of the next
 template <class Product, int kPanels, int kRows>
-[[gnu::noinline]] void MultiplyTurned(const TurnedSlice& slice, const LinesBeside& ahead, std::int64_t row, float* sums,
-                                      bool accumulate) {
-  sums += row * TurnedSlice::kLine;
+[[gnu::noinline]] void MultiplyTransposed(const TransposedSlice& slice, const LinesAhead& ahead, std::int64_t row, float* sums,
+                                          bool accumulate) {
+  sums += row * TransposedSlice::kLine;
   F32x16 sum[kRows][kPanels] = {};
-  if (accumulate) LoadSums(sums, TurnedSlice::kLine, sum);
+  if (accumulate) LoadSums(sums, TransposedSlice::kLine, sum);
   const float* line = slice.lines;
-  const BFloat16 *beside = ahead.first[0], *beside_next = ahead.first[1];
+  const BFloat16 *beside = ahead.begin[0], *beside_next = ahead.begin[1];
   for (int n = 0; n < slice.tiles; ++n, beside += kTileElements, beside_next += kTileElements) {
-    for (int i = 0; i < ahead.lines; ++i) {
+    for (std::int64_t i = 0; i < ahead.lines; ++i) {
       __builtin_prefetch(beside + i * kTileColumns, 0, Product::kDirectFetchedTo);
       __builtin_prefetch(beside_next + i * kTileColumns, 0, Product::kDirectFetchedTo);
     }
     const BFloat16* left = slice.left[n] + row * kTileColumns;
 #pragma GCC unroll 1
-    for (int p = 0; p < kPanelRows; ++p, line += TurnedSlice::kLine, left += 2) {
+    for (int p = 0; p < kPanelRows; ++p, line += TransposedSlice::kLine, left += 2) {
       U32x16 right[kPanels];
       std::memcpy(right, line, sizeof(right));
 #pragma GCC unroll 12
@@ -82,17 +78,17 @@ template <class Product, int kPanels, int kRows>
       }
     }
   }
-  StoreSums(sum, sums, TurnedSlice::kLine);
+  StoreSums(sum, sums, TransposedSlice::kLine);
 }
 
 /// At most kRows rows.
 template <class Product, int kPanels, int kRows = kRowsInRegisters>
-void MultiplyTurned(std::int64_t rows, const TurnedSlice& slice, const LinesBeside& ahead, std::int64_t row, float* sums,
-                    bool accumulate) {
+void MultiplyTransposed(std::int64_t rows, const TransposedSlice& slice, const LinesAhead& ahead, std::int64_t row, float* sums,
+                        bool accumulate) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return MultiplyTurned<Product, kPanels, kRows - 1>(rows, slice, ahead, row, sums, accumulate);
+    if (rows < kRows) return MultiplyTransposed<Product, kPanels, kRows - 1>(rows, slice, ahead, row, sums, accumulate);
   }
-  MultiplyTurned<Product, kPanels, kRows>(slice, ahead, row, sums, accumulate);
+  MultiplyTransposed<Product, kPanels, kRows>(slice, ahead, row, sums, accumulate);
 }
 
 /// Sums [row][32] of two panels to or from C, [32][ldc]: 16 x 16 at a time.
@@ -101,10 +97,10 @@ class SumsOfPair {
   SumsOfPair(const DirectGemmArgs& args, std::int64_t panel) : args_(args), panel_(panel) {}
 
   void Load(float* sums) const {
-    Each([&](float* c, float* block) { Transpose16x16(c, args_.ldc, block, TurnedSlice::kLine); }, sums);
+    Each([&](float* c, float* block) { Transpose16x16(c, args_.ldc, block, TransposedSlice::kLine); }, sums);
   }
   void Store(float* sums) const {
-    Each([&](float* c, float* block) { Transpose16x16(block, TurnedSlice::kLine, c, args_.ldc); }, sums);
+    Each([&](float* c, float* block) { Transpose16x16(block, TransposedSlice::kLine, c, args_.ldc); }, sums);
   }
 
  private:
@@ -112,7 +108,7 @@ class SumsOfPair {
   void Each(Move move, float* sums) const {
     for (std::int64_t p = 0; p < 2 && panel_ + p < args_.panels; ++p) {
       for (std::int64_t t = 0; t < args_.row_count; t += kPanelRows) {
-        move(args_.c + (panel_ + p) * kPanelRows * args_.ldc + t, sums + t * TurnedSlice::kLine + p * kPanelRows);
+        move(args_.c + (panel_ + p) * kPanelRows * args_.ldc + t, sums + t * TransposedSlice::kLine + p * kPanelRows);
       }
     }
   }
@@ -120,9 +116,9 @@ class SumsOfPair {
   const std::int64_t panel_;
 };
 
-/// What is turned after a slice of two panels: the next slice, the next two panels, or what the next call begins with. (Not
+/// What is transposed after a slice of two panels: the next slice, the next two panels, or what the next call begins with. (Not
 /// adapters, which are repeated, nor compressed weights.)
-inline LinesBeside TurnedNext(const DirectGemmArgs& args, std::span<const SlicePart> next, std::int64_t panel) {
+inline LinesAhead NextTransposed(const DirectGemmArgs& args, std::span<const SlicePart> next, std::int64_t panel) {
   const TileMatrix* weights = &args.prefetch.weights;
   std::int64_t first = args.prefetch.first_panel, column = args.prefetch.first_column;
   if (!next.empty()) {
@@ -134,37 +130,43 @@ inline LinesBeside TurnedNext(const DirectGemmArgs& args, std::span<const SliceP
     first = args.first_panel + panel + 2;
     column = 0;
   }
-  if (weights->data == nullptr || weights->repeats) return {};
+  if (weights->data == nullptr || weights->repeats) {
+    const BFloat16* const nothing = args.segments[0].activations.data;
+    return {{nothing, nothing}, 0};
+  }
   const BFloat16* const tile = weights->Tile(first, column);
   return {{tile, first + 1 < weights->panels ? weights->Tile(first + 1, column) : tile}, kPanelRows};
 }
 
 template <class Product>
 void DirectInRegisters(const DirectGemmArgs& args) {
-  TurnedSlice turned;
-  alignas(64) float sums[RoundUp(kMostStoredRows, kPanelRows) * TurnedSlice::kLine];
+  static_assert(Product::kMostStored <= kMostStoredRows);
+  TransposedSlice transposed;
+  alignas(64) float sums[RoundUp(kMostStoredRows, kPanelRows) * TransposedSlice::kLine];
   const std::int64_t rows = args.row_count, groups = CeilDiv(rows, kRowsInRegisters);
   std::int64_t slices = 0;
-  for (DirectSlices all(args.segments, TurnedSlice::kTiles); !all.done(); all.Next()) ++slices;
+  for (DirectSlices all(args.segments, TransposedSlice::kTiles); !all.done(); all.Next()) ++slices;
   OthersAhead others(args.prefetch, slices * CeilDiv(args.panels, 2));
-  std::memset(sums + rows * TurnedSlice::kLine, 0, (RoundUp(rows, kPanelRows) - rows) * TurnedSlice::kLine * sizeof(float));
+  std::memset(sums + rows * TransposedSlice::kLine, 0,
+              (RoundUp(rows, kPanelRows) - rows) * TransposedSlice::kLine * sizeof(float));
   for (std::int64_t panel = 0; panel < args.panels; panel += 2) {
     const int panels = Least(2, args.panels - panel);
     const SumsOfPair sums_of_pair(args, panel);
     if (args.accumulate) sums_of_pair.Load(sums);
     bool accumulate = args.accumulate;
-    for (DirectSlices slice(args.segments, TurnedSlice::kTiles), next = slice; !slice.done(); slice = next, accumulate = true) {
+    for (DirectSlices slice(args.segments, TransposedSlice::kTiles), next = slice; !slice.done();
+         slice = next, accumulate = true) {
       next.Next();
-      turned.Turn(args, slice.parts(), args.first_panel + panel, panels);
-      const LinesBeside all = TurnedNext(args, next.parts(), panel);
+      transposed.Transpose(args, slice.parts(), args.first_panel + panel, panels);
+      const LinesAhead all = NextTransposed(args, next.parts(), panel);
       for (std::int64_t g = 0, row = 0, end; g < groups; ++g, row = end) {
         end = (g + 1) * rows / groups;
         const std::int64_t line = g * all.lines / groups;
-        const LinesBeside ahead{{all.first[0] + line * kTileColumns, all.first[1] + line * kTileColumns},
-                                static_cast<int>((g + 1) * all.lines / groups - line)};
+        const LinesAhead ahead{{all.begin[0] + line * kTileColumns, all.begin[1] + line * kTileColumns},
+                               (g + 1) * all.lines / groups - line};
         // A rank's single panel: half of the work.
-        panels == 2 ? MultiplyTurned<Product, 2>(end - row, turned, ahead, row, sums, accumulate)
-                    : MultiplyTurned<Product, 1>(end - row, turned, ahead, row, sums, accumulate);
+        panels == 2 ? MultiplyTransposed<Product, 2>(end - row, transposed, ahead, row, sums, accumulate)
+                    : MultiplyTransposed<Product, 1>(end - row, transposed, ahead, row, sums, accumulate);
       }
       const LinesAhead& lines = others.Next();
       for (const BFloat16* first : lines.begin) {

@@ -81,8 +81,24 @@ TEST_P(CodecTest, DirectForm) {
 TEST_P(CodecTest, FewRows) {
   if (tier_->most_few_rows == 0) GTEST_SKIP() << tier_->name << " has no form for few rows";
   const CompressedWeights direct(RandomIntegers(83, 601, random_)), unpack(RandomIntegers(301, 83, random_));
-  const Tiles x(Order::kStored, RandomIntegers(16, 601, random_), false),
+  const Tiles x(Order::kStored, RandomIntegers(384, 601, random_), false),
       z(Order::kOperand, RandomIntegers(16, 301, random_), false);
+  const auto many = [&](const TileMatrix& along_columns) {
+    const GemmSegment segment{along_columns, x.matrix()};
+    const std::int64_t rows = tier_->most_stored_rows - 1, columns = RoundUp(rows, 16);
+    const PoisonedBuffer c(96 * columns * 4), scratch(DirectScratchElements({&segment, 1}) * 2);
+    DirectGemmArgs args;
+    args.segments = {&segment, 1};
+    args.panels = 6;
+    args.activation_panels = columns / 16;
+    args.c = c.As<float>();
+    args.ldc = columns;
+    args.row_count = rows;
+    args.scratch = scratch.As<BFloat16>();
+    tier_->direct_gemm(args);
+    return std::vector<float>(args.c, args.c + 96 * columns);
+  };
+  EXPECT_EQ(many(direct.compressed()), many(direct.plain()));
   const auto run = [&](const TileMatrix& along_columns, const TileMatrix& along_rows) {
     const GemmSegment segment{along_columns, x.matrix()}, back{along_rows, z.matrix()};
     const PoisonedBuffer c(96 * 16 * 4), y(16 * 96 * 4), scratch(DirectScratchElements({&segment, 1}) * 2);

@@ -169,6 +169,8 @@ TEST_P(FewRowsTest, DirectFormOfMoreRowsAddsUpAsCells) {
       args.panels = CeilDiv(shape.n, 16);
       args.activation_panels = columns / 16;
       args.ldc = columns;
+      // Only ever a hint, of the last panel too.
+      args.prefetch = {stored.segments[0].weights, args.panels - 1, 1, 0, 1, {stored.tiles[1].matrix().data, nullptr}, 0};
       const std::int64_t size = args.panels * 16 * args.ldc * 4;
       const PoisonedBuffer expected(size), c(size);
       for (const bool accumulate : {false, true}) {
@@ -300,6 +302,24 @@ TEST_P(FewRowsTest, GradientForm) {
 
 TEST_P(FewRowsTest, NanAndInfPropagate) {
   for (const float bad : {kNan, std::numeric_limits<float>::infinity()}) {
+    const std::int64_t many = tier_->most_stored_rows - 1, columns = RoundUp(many, 16);
+    Problem of_many;
+    of_many.activations.push_back(RandomValues(columns, 70, random_));
+    of_many.weights.push_back(RandomValues(16, 70, random_));
+    of_many.activations[0](1, 33) = bad;
+    of_many.Lay(Order::kStored, many, WithNanBelow);
+    const PoisonedBuffer sums(16 * columns * 4);
+    DirectGemmArgs all;
+    all.segments = of_many.segments;
+    all.panels = 1;
+    all.activation_panels = columns / 16;
+    all.c = sums.As<float>();
+    all.ldc = columns;
+    all.row_count = many;
+    tier_->direct_gemm(all);
+    for (std::int64_t i = 0; i < 16; ++i) {
+      for (std::int64_t t = 0; t < columns; ++t) EXPECT_EQ(std::isfinite(all.c[i * columns + t]), t != 1) << i << ", " << t;
+    }
     Problem direct;
     direct.activations.push_back(RandomValues(16, 70, random_));
     direct.weights.push_back(RandomValues(16, 70, random_));

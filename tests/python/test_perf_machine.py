@@ -238,7 +238,8 @@ def test_the_forms_for_few_rows_have_rates_of_their_own():
     )
     machine = dataclasses.replace(machine, kernels={isa: kernels})
     rows = measure._stream_rows(kernels.per_thread[1], machine.dram_gbps[1], False, kernels.most_few_rows)
-    assert rows["unpack"] == measure._FEW_ROWS == rows["direct"][:3] and min(rows["direct"][3:]) > kernels.most_few_rows
+    assert rows["unpack"] == measure._FEW_ROWS == rows["direct"][:3] and min(rows["direct"][3:]) >= 64
+    assert all(count % 16 == 0 and count > kernels.most_few_rows for count in rows["direct"][3:])  # cells take them
     streams = {}
     for form, share in (("direct", 0.9), ("unpack", 0.8)):
         for count in rows[form]:

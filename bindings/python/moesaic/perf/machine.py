@@ -81,9 +81,9 @@ class Kernels:
     left_panels: int
     right_panels: int
     most_few_rows: int
-    """Rows that the direct form takes in parts of lines, and as stored tiles in any way, at most; 0 where a tier has
-    cells alone."""
+    """Rows that the direct form takes in parts of lines, at most; 0 where a tier has cells alone."""
     most_stored_rows: int
+    """Rows that it takes but as cells, at most; whole panels from 64 rows on are cells."""
     per_thread: Mapping[int, PerThread]
     """By threads: of one, and of as many as the machine has, which may share cores and what computes there."""
     unpack_overlaps: bool

@@ -32,6 +32,9 @@ _STREAM_K, _STREAM_N = 2048, 512
 """Of the matrices of `MachineProbe.stream`."""
 _FEW_ROWS = (1, 4, 8)
 """With which the forms for few rows are tried on weights from memory."""
+_FEWEST_OF_CELLS = 64
+"""Rows that the direct form leaves to cells wherever there are forms for few, at least (`AreStoredRows` in
+cpu_kernels/gemm/tiles.h)."""
 
 _Streams = dict[tuple[str, str, int], tuple[float, float]]
 """GB/s of weights by tier, form and rows: in the best milliseconds, and on average."""
@@ -309,11 +312,11 @@ def _with_rate(
 
 def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool, most_few: int) -> _StreamRows:
     """Rows with which the kernels are tried on weights from memory, by form: some of the forms for few, if there are
-    any, which are all that the unpack form needs; the fewest whole panels beyond; so many that products take about as
+    any, which are all that the unpack form needs; the fewest beyond them that cells take; so many that products take about as
     long as the memory; twice as many. A matrix unit's wait for activations from L2, and for what is unpacked: half as
     many, too."""
     few = _FEW_ROWS if kernels.few_tile_ns[0] else ()
-    least = most_few + 16
+    least = max(most_few + 16, _FEWEST_OF_CELLS) if few else 16
     product_ns = (kernels.step_ns[-1][0] + (kernels.l2_tile_ns if matrix_unit else 0.0)) / len(kernels.step_ns)
     balanced = min(max(16 * round(1024 / dram_gbps / product_ns), least + 16), 192)
     half = 16 * round(balanced / 32)

@@ -88,6 +88,8 @@ class ShapeRecorder:
 
 # Rows at which products are evaluated. Between them time is linear in the rows that count.
 _GRID = (1, 2, 4, 8, 12, 16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384)
+# The same of rows that are no whole panels.
+_STORED_GRID = tuple(rows if rows <= 32 else rows - 1 for rows in _GRID)
 _FEW = 16
 _USABLE = 0.6  # of the last-level cache
 _EACH_THREAD = 4  # groups in a question: enough that scheduling plays no part, and activations stay in cache
@@ -156,8 +158,8 @@ class Products:
             n: columns.
             again: other rows have just been multiplied with the same weights, which the last-level cache still holds.
         """
-        points: Sequence[int] = _GRID
         at = self._rows_that_count(form, rows)
+        points: Sequence[int] = _STORED_GRID if form == "direct" and self._are_transposed(at) else _GRID
         high = bisect.bisect_left(points, at)
         if high == len(points):
             return self._at(form, points[-1], k, n, again).scaled(at / points[-1])
@@ -174,8 +176,13 @@ class Products:
             return rows
         return self._direct_rows(rows)
 
+    def _are_transposed(self, rows: int) -> bool:
+        """Whether the direct form transposes weights for so many rows: they are no whole panels, which cells take."""
+        return self.figures["most_few_rows"] < rows <= self.figures["most_stored_rows"] and rows % 16 != 0
+
     def _direct_rows(self, rows: int) -> int:
-        """Of the direct form, of many: eight at a time up to `most_few_rows`, each up to `most_stored_rows`."""
+        """Of the direct form: eight at a time up to `most_few_rows`, each up to `most_stored_rows`; else whole panels,
+        as in the unpack form of a tier without forms for few."""
         if rows <= self.figures["most_few_rows"]:
             return round_up(rows, 8)
         return rows if rows <= self.figures["most_stored_rows"] else round_up(rows, 16)
@@ -187,7 +194,7 @@ class Products:
         if rows > len(few):
             return self._direct_rows(rows)
         whole: float = self.figures["step_ns"][0][0]
-        return float(min(16 * few[rows - 1] / whole, 16.0))
+        return float(min(16 * few[rows - 1] / whole, round_up(rows, 16)))
 
     def _at(self, form: str, rows: int, k: int, n: int, again: bool) -> ProductMs:
         cached = 1.0 if again else self._from_cache
