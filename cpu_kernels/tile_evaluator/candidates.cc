@@ -70,7 +70,7 @@ bool IsPruned(const GemmConfiguration& c, const GemmProblem& problem, bool matri
     if (c.call_rows <= 2 * kPanelRows && !one_row_call) return true;
     if (c.task_rows > kMaxChunkRows) return true;
   }
-  // The direct form for few rows lays the activations out for each superblock of panels.
+  // The direct form lays few stored rows out for each superblock of panels; narrow calls of more are left out with them.
   if (whole_depth && problem.form == GemmForm::kDirect && c.call_columns < std::min(c.task_columns, kSuperblock * kPanelRows)) {
     return true;
   }

@@ -80,8 +80,7 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
 inline constexpr std::int64_t kMostPrefetched = 128;
 
 /// Rows of the tasks of a group with so many rows: they are dealt evenly, in whole panels.
-/// @param whole  all in one, by calls of all of them: the direct form for few rows, whose order of summation depends on how
-/// many
+/// @param whole  all in one, by calls of all of them: the direct form of stored rows, which is another one for other numbers
 std::int64_t TaskRows(std::int64_t rows, const GemmConfiguration& configuration, bool whole);
 
 /// The pieces in which X becomes tiles before the product: some rows of a group, and tile columns of the contraction.

@@ -86,8 +86,8 @@ class GroupedGemm {
   void PackActivations(int worker_count);
   void RunTask(const Task& task, const GemmConfiguration& configuration);
   /// Whether contractions are cut into calls. The unpack form's are cut inside of one, but where work grows with
-  /// the rows: those kernels continue from C, in fp32. (For few rows the direct form's order of summation depends on where a
-  /// contraction ends.)
+  /// the rows: those kernels continue from C, in fp32. (Of few rows the direct form's order of summation depends on where a
+  /// contraction ends; stored rows are never cut.)
   bool CutsInCalls(bool few) const {
     return problem_.form == GemmForm::kUnpack ? few && problem_.output_bytes == 4
                                               : problem_.form == GemmForm::kGradient || !few;
