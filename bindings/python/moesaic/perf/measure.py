@@ -312,9 +312,9 @@ def _with_rate(
 
 def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool, most_few: int) -> _StreamRows:
     """Rows with which the kernels are tried on weights from memory, by form: some of the forms for few, if there are
-    any, which are all that the unpack form needs; the fewest beyond them that cells take; so many that products take about as
-    long as the memory; twice as many. A matrix unit's wait for activations from L2, and for what is unpacked: half as
-    many, too."""
+    any, which are all that the unpack form needs; the fewest beyond them that cells take; so many that products take
+    about as long as the memory; twice as many. A matrix unit's wait for activations from L2, and for what is unpacked:
+    half as many, too."""
     few = _FEW_ROWS if kernels.few_tile_ns[0] else ()
     least = max(most_few + 16, _FEWEST_OF_CELLS) if few else 16
     product_ns = (kernels.step_ns[-1][0] + (kernels.l2_tile_ns if matrix_unit else 0.0)) / len(kernels.step_ns)
