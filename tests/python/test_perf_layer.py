@@ -190,6 +190,24 @@ def test_more_threads_are_no_slower() -> None:
     assert times == sorted(times, reverse=True) and times[0] / times[-1] > 6
 
 
+def test_rows_that_fill_no_panel_are_those_that_weights_are_transposed_for() -> None:
+    """Between 63 and 95 rows, which the evaluator takes so, and not between 64 and 96, which cells take."""
+    products = Products(GemmEvaluator(Machine.named("zen5-2c"), 2, cache=False))
+    below, above = (products.thread_ms("direct", rows, 2048, 768) for rows in (63, 95))
+    assert products.thread_ms("direct", 79, 2048, 768) == below.towards(above, 0.5)
+    cells = [products.thread_ms("direct", rows, 2048, 768) for rows in (64, 96)]
+    assert products.thread_ms("direct", 80, 2048, 768) == cells[0].towards(cells[1], 0.5)
+    assert below != cells[0]
+
+
+def test_narrow_products_of_measured_rows_may_take_more_than_a_panel() -> None:
+    products = Products(GemmEvaluator(Machine.named("zen5-2c"), 2, cache=False))
+    whole = products.figures["step_ns"][0][0]
+    products.figures["few_tile_ns"] = [[0.06 * whole * rows for rows in range(1, 25)]] * 2
+    lanes = [products.lanes(rows) for rows in range(1, 65)]
+    assert lanes == sorted(lanes) and lanes[23] > 16
+
+
 def test_numa_nodes_share_each_expert() -> None:
     """Two nodes, each with half of the cores and of I: the same arithmetic; each packs and merges all rows."""
     two = replace(MACHINE, numa_nodes=2)
