@@ -139,6 +139,14 @@ void BackwardPass::InputInPlace(std::int64_t expert) {
 }
 
 void BackwardPass::Run(threadpool::Pool& pool) {
+  {
+    PhaseRange range(Phase::kD0Prepare);
+    AllocateAndBuild();
+  }
+  pool.Run(graph);
+}
+
+void BackwardPass::AllocateAndBuild() {
   Plan();
   in_chunks_ = std::any_of(jobs.begin(), jobs.end(), [](const Job& job) { return job.previous >= 0; });
   hidden_ = MakeRowSource(args_.hidden, workspace->dense_hidden);
@@ -170,7 +178,6 @@ void BackwardPass::Run(threadpool::Pool& pool) {
       graph.AddEdge(computed, graph.Add([](void* self, std::int64_t i, int) { Self(self).Merge(i); }, this, t));
     }
   }
-  pool.Run(graph);
 }
 
 void RunBackward(const LayerConfig& config, const PackedWeights& weights, const BackwardArgs& args, threadpool::Pool& pool) {

@@ -44,6 +44,8 @@ class BackwardPass : public Pass {
   void Run(threadpool::Pool& pool);
 
  private:
+  /// What backward needs before its tasks: plan, memory, graph. Alone, on the calling thread.
+  void AllocateAndBuild();
   static BackwardPass& Self(void* context) { return *static_cast<BackwardPass*>(context); }
   template <void (BackwardPass::*kStage)(std::int64_t job, std::int64_t part)>
   static void Task(void* context, std::int64_t index, int) {
