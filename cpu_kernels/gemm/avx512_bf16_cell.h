@@ -15,12 +15,15 @@ namespace {
 struct Avx512Bf16Product {
   /// GFLOP/s with 24, 32, 34, 42 rows in parts 869, 907, 758, 784; of transposed weights 780, 848, 851, 882.
   static constexpr std::int64_t kMostInParts = 32, kMostStored = kMostStoredRows;
+  /// None. (Two Zen 4 cores, memory of 34, 10, 12 rows as 8 and a rest: 31, 30; in fours 26, 27. Intel, 16 threads, memory of
+  /// 112 to 149: 61, 57; 52, 55.)
+  static constexpr int kFirstInFours = 13;
   /// 1 row, direct form: 73; every fourth line 66.
   static constexpr int kLinesFetchedAhead = 1;
   /// 4, 8 rows, direct form, 73, 65; to L2 61, 57. Unpack form, 8, 24 rows, 75, 37; 65, 28.
   static constexpr int kDirectFetchedTo = 3, kUnpackFetchedTo = 3;
   /// 9, 12 rows 72, 63; column by column 58, 58.
-  static constexpr int kRowsInOrder = 12;
+  static constexpr int kRowsInOrder = 12, kTilesBelow = 1, kRowsInSuperblock = 12;
   MOESAIC_INLINE static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b) {
     return (F32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
@@ -28,16 +31,17 @@ struct Avx512Bf16Product {
 
 /// Figures: GB/s of two Zen 4 cores.
 struct Zen4Product : Avx512Bf16Product {
-  /// Transposed weights were not measured there.
-  static constexpr std::int64_t kMostInParts = 64, kMostStored = 64;
+  /// Memory of 34, 34, 40, 48, 56 rows: 11.9, 10.2, 8.6, 7.4; transposed 11.2, 9.9, 8.4, 7.3.
+  static constexpr std::int64_t kMostInParts = 48;
   /// The hardware, which sees lines met in their order, brings the others, and more of them at a time. (Memory of 60, direct
-  /// form, 2 rows: 43; all lines prefetched 32.)
+  /// form, 2 rows: 43; all lines prefetched 32. Memory of 35, 4 rows, direct and unpack: 33.5, 33; 31.5, 31.)
   static constexpr int kLinesFetchedAhead = 4;
   /// Into L1 each prefetch would hold one of a core's few line buffers as long as memory takes: 2, 4, 8 rows 31, 31, 28; to L2
   /// all lines 32, 44, 47.
   static constexpr int kDirectFetchedTo = 2, kUnpackFetchedTo = 2;
-  /// 8 rows 27, column by column 25 (memory of 32 to 35); 12 rows 19, 24 (of 48).
-  static constexpr int kRowsInOrder = 8;
+  /// Memory of 52 to 60: 7, 8, 10, 12, 16 rows 49, 44, 36, 33, 26; one tile at a time up to 8 rows, then two superblocks down
+  /// the columns 43, 37, 33, 30, 25.
+  static constexpr int kRowsInOrder = 7, kTilesBelow = 4, kRowsInSuperblock = 20;
 };
 
 template <class ProductOfHost>

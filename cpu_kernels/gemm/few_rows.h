@@ -16,10 +16,13 @@
 //
 //   static constexpr std::int64_t kMostInParts;  // rows that the direct form takes in parts of lines, at most
 //   static constexpr std::int64_t kMostStored;   // rows that it transposes weights for (register_direct.h), at most
+//   static constexpr int kFirstInFours;       // so many to 12 rows are three vectors of 4, others vectors of 8 and a rest
 //   static constexpr int kLinesFetchedAhead;  // of so many lines one is prefetched, up to kRowsFetchedAhead rows
 //   static constexpr int kDirectFetchedTo;    // as __builtin_prefetch has it: 2 L2, 3 L1
 //   static constexpr int kUnpackFetchedTo;    // the same of the unpack form
-//   static constexpr int kRowsInOrder;        // rows, at most, with which the unpack form meets tiles in the order of memory
+//   static constexpr int kRowsInOrder;        // rows, at most, with which the unpack form meets tiles in the order of memory,
+//   static constexpr int kTilesBelow;         // from kRowsFetchedAhead rows on so many that lie below each other at a time
+//   static constexpr int kRowsInSuperblock;   // rows, at most, with which it takes one superblock and not two
 #pragma once
 
 #include <cstdint>
@@ -31,7 +34,7 @@
 namespace {
 
 /// Rows with which a Product's kLinesFetchedAhead counts. Their products take much less time than the weights' way from memory.
-inline constexpr int kRowsFetchedAhead = 2;
+inline constexpr int kRowsFetchedAhead = 4;
 
 /// One panel, of the gradient form.
 inline constexpr int kMostGradientRows = 16;
@@ -117,7 +120,7 @@ MOESAIC_INLINE U32x16 RepeatPart(const BFloat16* line) {
 template <class Product, int kTokens, int kVectors, int kWeights, int kLines>
 MOESAIC_INLINE void MultiplyParts(const TileRun& run, const BFloat16* ahead, const BFloat16* parts, std::int64_t parts_pitch,
                                   float* sums, std::int64_t sums_pitch) {
-  constexpr int kEvery = kTokens <= kRowsFetchedAhead ? Product::kLinesFetchedAhead : 1;
+  constexpr int kEvery = kVectors == 1 && kTokens <= kRowsFetchedAhead ? Product::kLinesFetchedAhead : 1;
   F32x16 sum[kWeights][kVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kWeights; ++i) {
@@ -125,6 +128,9 @@ MOESAIC_INLINE void MultiplyParts(const TileRun& run, const BFloat16* ahead, con
     for (int j = 0; j < kVectors; ++j) sum[i][j] = LoadF32(sums + i * sums_pitch + 16 * j);
   }
   const BFloat16* tile = run.data;
+  // Else GCC has sums on the stack around the loop. (Zen 4, 12 and 24 rows 5 and 4% faster; of two vectors 16 and 32 1 and 4%
+  // slower.)
+  if (kVectors == 3 && run.length <= 0) __builtin_unreachable();
   for (std::int64_t k = run.length; k > 0; --k, tile += run.stride, parts += parts_pitch) {
 #pragma GCC unroll 1
     for (int q = 0; q < kTokens; ++q) {
@@ -182,46 +188,71 @@ struct OneVector {
   static F32x16 Sum(const float* sums, std::int64_t) { return SumOfParts<kTokens, 1>(sums); }
 };
 
-/// More of them, kTokens in a vector: up to three vectors and 8 rows of weights at a time. (GFLOP/s of a Zen 5 core with
-/// weights from memory, 24, 32 and 64 rows, 4 in a vector: 350, 370, 370; 8: 400, 430, 420; 16, as a cell has them: 310, 420,
-/// 425.)
-template <class Product, int kTokens, int kMost>
+/// More of them, kTokens in a vector: up to three vectors and 8 rows of weights at a time. A rest of up to kRest rows (0: there
+/// is none) has a vector of its own, which meets tiles once more, in L1. (GFLOP/s of a Zen 5 core with weights from memory, 24,
+/// 32 and 64 rows, 4 in a vector: 350, 370, 370; 8: 400, 430, 420; 16, as a cell has them: 310, 420, 425. Of two Zen 4 cores,
+/// 9, 17, 26 rows with a vector of 8 for the rest: 267, 284, 344; with one of its own 364, 395, 397.)
+template <class Product, int kTokens, int kMost, int kRest>
 struct SomeVectors {
-  static_assert(kTokens == 8 || kMost == 12);  // of a last block's vectors there is one less than of a whole one, or none
+  // Without a rest, of a last block's vectors there is one less than of a whole one, or none.
+  static_assert(kTokens == 8 || (kMost == 12 && kRest == 0));
   static constexpr int kMostRows = kMost;
 
   static constexpr std::int64_t Vectors(std::int64_t rows) { return CeilDiv(rows, kTokens); }
   static void LayOut(const BFloat16* rows, std::int64_t vectors, BFloat16* parts) {
-    constexpr std::int64_t kVector = kTokens * kTileColumns;
-    for (std::int64_t v = 0; v < vectors; ++v) PartsSideBySide<kTokens>(rows + v * kVector, parts + v * kVector);
+    const std::int64_t whole = Whole(vectors);
+    for (std::int64_t v = 0; v < whole; ++v) PartsSideBySide<kTokens>(rows + v * kVector, parts + v * kVector);
+    if constexpr (kRest > 0) PartsSideBySide<kRest>(rows + whole * kVector, parts + whole * kVector);
   }
   static void Multiply(const TileRun& run, const BFloat16* ahead, const BFloat16* parts, std::int64_t vectors, float* sums) {
-    constexpr int kHalf = kPanelRows / 2, kLines = kHalf / kTokens;
-    const std::int64_t groups = CeilDiv(vectors, 3), pitch = kTokens * vectors * kTileColumns, sums_pitch = 16 * vectors;
-    const BFloat16* const first_ahead = ahead;
-    for (int row = 0; row < kPanelRows; row += kHalf) {
-      const TileRun half{run.data + row * kTileColumns, run.stride, run.length};
-      for (std::int64_t g = 0, v = 0, to; g < groups; ++g, v = to) {
-        to = (g + 1) * vectors / groups;
-        const BFloat16* part = parts + v * kTokens * kTileColumns;
-        float* sum = sums + row * sums_pitch + 16 * v;
-        if (to - v == 3) {
-          MultiplyParts<Product, kTokens, 3, kHalf, kLines>(half, ahead, part, pitch, sum, sums_pitch);
-        } else if (to - v == 2) {
-          MultiplyParts<Product, kTokens, 2, kHalf, kLines>(half, ahead, part, pitch, sum, sums_pitch);
-        } else {
-          MultiplyParts<Product, kTokens, 1, kHalf, kLines>(half, ahead, part, pitch, sum, sums_pitch);
-        }
-        // All is prefetched by two passes.
-        ahead = ahead == first_ahead ? ahead + run.length * kHalf * kTileColumns : first_ahead;
-      }
+    const std::int64_t whole = Whole(vectors), pitch = vectors * kVector, sums_pitch = 16 * vectors;
+    if (whole == 1) {
+      MultiplyParts<Product, kTokens, 1, kPanelRows, kPanelRows / kTokens>(run, ahead, parts, pitch, sums, sums_pitch);
+    } else {
+      MultiplyHalves(run, ahead, parts, whole, pitch, sums, sums_pitch);
+    }
+    if constexpr (kRest > 0) {
+      MultiplyParts<Product, kRest, 1, kPanelRows, 0>(run, ahead, parts + whole * kVector, pitch, sums + 16 * whole,
+                                                      sums_pitch);
     }
   }
   /// Of the first 16 tokens or, in fewer vectors, of all.
   static F32x16 Sum(const float* sums, std::int64_t vectors) {
     constexpr int kCount = 16 / kTokens;
+    if constexpr (kRest > 0) {
+      if (vectors == 1) return SumOfParts<kRest, 1>(sums);
+      if (vectors == 2) {
+        return __builtin_shufflevector(SumOfParts<8, 1>(sums), SumOfParts<kRest, 1>(sums + 16), 0, 1, 2, 3, 4, 5, 6, 7, 16, 17,
+                                       18, 19, 20, 21, 22, 23);
+      }
+    }
     if (vectors >= kCount) return SumOfParts<kTokens, kCount>(sums);
     return SumOfParts<kTokens, kCount - 1>(sums);
+  }
+
+ private:
+  static constexpr std::int64_t kVector = kTokens * kTileColumns;
+
+  static std::int64_t Whole(std::int64_t vectors) { return kRest > 0 ? vectors - 1 : vectors; }
+  static void MultiplyHalves(const TileRun& run, const BFloat16* ahead, const BFloat16* parts, std::int64_t vectors,
+                             std::int64_t pitch, float* sums, std::int64_t sums_pitch) {
+    constexpr int kHalf = kPanelRows / 2, kLines = kHalf / kTokens;
+    const std::int64_t groups = CeilDiv(vectors, 3);
+    const BFloat16* const first_ahead = ahead;
+    for (int row = 0; row < kPanelRows; row += kHalf) {
+      const TileRun half{run.data + row * kTileColumns, run.stride, run.length};
+      for (std::int64_t g = 0, v = 0, to; g < groups; ++g, v = to) {
+        to = (g + 1) * vectors / groups;
+        float* sum = sums + row * sums_pitch + 16 * v;
+        if (to - v == 3) {
+          MultiplyParts<Product, kTokens, 3, kHalf, kLines>(half, ahead, parts + v * kVector, pitch, sum, sums_pitch);
+        } else {
+          MultiplyParts<Product, kTokens, 2, kHalf, kLines>(half, ahead, parts + v * kVector, pitch, sum, sums_pitch);
+        }
+        // All is prefetched by two passes.
+        ahead = ahead == first_ahead ? ahead + run.length * kHalf * kTileColumns : first_ahead;
+      }
+    }
   }
 };
 
@@ -291,8 +322,15 @@ void FewRowsDirect(const DirectGemmArgs& args) {
   if (args.row_count == 2) return FewRowsDirectAs<OneVector<Product, 2>>(args);
   if (args.row_count <= 4) return FewRowsDirectAs<OneVector<Product, 4>>(args);
   if (args.row_count <= 8) return FewRowsDirectAs<OneVector<Product, 8>>(args);
-  if (args.row_count <= 12) return FewRowsDirectAs<SomeVectors<Product, 4, 12>>(args);
-  FewRowsDirectAs<SomeVectors<Product, 8, Product::kMostInParts>>(args);
+  if (args.row_count <= 12 && args.row_count >= Product::kFirstInFours) {
+    return FewRowsDirectAs<SomeVectors<Product, 4, 12, 0>>(args);
+  }
+  constexpr int kMost = Product::kMostInParts;
+  const std::int64_t rest = args.row_count % 8;
+  if (rest == 1) return FewRowsDirectAs<SomeVectors<Product, 8, kMost, 1>>(args);
+  if (rest == 2) return FewRowsDirectAs<SomeVectors<Product, 8, kMost, 2>>(args);
+  if (rest == 3 || rest == 4) return FewRowsDirectAs<SomeVectors<Product, 8, kMost, 4>>(args);
+  FewRowsDirectAs<SomeVectors<Product, 8, kMost, 0>>(args);
 }
 
 // ---- Gradient ----

@@ -47,6 +47,8 @@ struct RegisterRun {
   std::int64_t lines;           ///< beside each tile, where a column is taken at a time
   std::int64_t ahead_stride;    ///< from those beside one tile to those beside the next
 
+  /// What meets tile n.
+  const BFloat16* Left(std::int64_t n) const { return left + n / 2 * left_stride + n % 2 * kPanelRows; }
   std::int64_t LeftStep(std::int64_t n) const { return n % 2 == 0 ? kPanelRows : left_stride - kPanelRows; }
 };
 
@@ -99,35 +101,47 @@ template <class Product, int kRows>
       tile = run.tiles_below;
       ahead = run.ahead_below;
     }
-    for (std::int64_t i = 0; i < run.lines; ++i) __builtin_prefetch(ahead + i * kTileColumns, 0, Product::kUnpackFetchedTo);
-    MultiplyTile<Product, kRows>(tile, left, sum, [](int) {});
+    // A few at a time: of many at once some get lost.
+    MultiplyTile<Product, kRows>(tile, left, sum, [&](int p) {
+      if (p < run.lines) __builtin_prefetch(ahead + p * kTileColumns, 0, Product::kUnpackFetchedTo);
+      if (p + 8 < run.lines) __builtin_prefetch(ahead + (p + 8) * kTileColumns, 0, Product::kUnpackFetchedTo);
+    });
     left += run.LeftStep(n);
   }
   StoreSums(sum, c, ldc);
 }
 
-/// The same of several columns, whose tiles lie side by side: tile after tile as they lie, and so are those ahead.
+/// The same of several columns, whose tiles lie side by side: tile after tile as they lie, or some that lie below each other
+/// and then those beside them, and so are those ahead.
 template <class Product, int kRows>
 [[gnu::noinline]] void MultiplyInOrder(const RegisterRun& run, int columns, float* c, std::int64_t ldc, bool accumulate) {
   constexpr int kEvery = kRows <= kRowsFetchedAhead ? Product::kLinesFetchedAhead : 1;
   static_assert(kEvery == 1 || kEvery == 4);
-  const BFloat16* left = run.left;
-  for (std::int64_t n = 0; n < run.length; ++n, accumulate = true) {
-    const BFloat16 *tile = run.tiles + n * run.stride, *ahead = run.ahead + n * run.ahead_stride;
-    for (int j = 0; j < columns; ++j, tile += kTileElements, ahead += kTileElements) {
-      if constexpr (kEvery > 1) {
-        for (int i = 0; i < kPanelRows; i += kEvery) __builtin_prefetch(ahead + i * kTileColumns, 0, Product::kUnpackFetchedTo);
-      }
+  constexpr int kBelow = kRows <= kRowsFetchedAhead ? 1 : Product::kTilesBelow;
+  for (std::int64_t first = 0; first < run.length; first += kBelow, accumulate = true) {
+    const BFloat16 *tile_of_first = run.tiles + first * run.stride, *ahead_of_first = run.ahead + first * run.ahead_stride;
+    const std::int64_t below = Least(kBelow, run.length - first);
+    for (int j = 0; j < columns; ++j, tile_of_first += kTileElements, ahead_of_first += kTileElements) {
       F32x16 sum[kRows][2] = {};
       if (accumulate) LoadSums(c + j * kTileColumns, ldc, sum);
-      MultiplyTile<Product, kRows>(tile, left, sum, [&](int p) {
-        if constexpr (kEvery == 1) {
-          for (int i = 0; i < 2; ++i) __builtin_prefetch(ahead + (2 * p + i) * kTileColumns, 0, Product::kUnpackFetchedTo);
+      const BFloat16 *tile = tile_of_first, *ahead = ahead_of_first, *left = run.Left(first);
+      std::int64_t n = 0;
+      do {
+        if constexpr (kEvery > 1) {
+          for (int i = 0; i < kPanelRows; i += kEvery)
+            __builtin_prefetch(ahead + i * kTileColumns, 0, Product::kUnpackFetchedTo);
         }
-      });
+        MultiplyTile<Product, kRows>(tile, left, sum, [&](int p) {
+          if constexpr (kEvery == 1) {
+            for (int i = 0; i < 2; ++i) __builtin_prefetch(ahead + (2 * p + i) * kTileColumns, 0, Product::kUnpackFetchedTo);
+          }
+        });
+        tile += run.stride;
+        ahead += run.ahead_stride;
+        left += run.LeftStep(first + n);
+      } while (++n < below);
       StoreSums(sum, c + j * kTileColumns, ldc);
     }
-    left += run.LeftStep(n);
   }
 }
 
@@ -214,8 +228,8 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
     return MultiplyInOrder<Product>(rows, run, block.columns, c, ldc, accumulate);
   }
   const std::int64_t groups = CeilDiv(rows, kRowsInRegisters);
-  // A whole superblock follows: 64 KB in their order. Else tile by tile, as far as this block has tiles beside them.
-  const bool in_order = ahead.first.stride == block.columns * kTileElements;
+  // Whole superblocks follow: 64 KB in their order. Else tile by tile, as far as this block has tiles beside them.
+  const bool in_order = rows > Product::kRowsInSuperblock && ahead.first.stride == block.columns * kTileElements;
   for (int j = 0; j < block.columns; ++j) {
     if (weights.codec != nullptr) {
       for (std::int64_t p = 0; p < block.length; ++p) {
@@ -254,8 +268,8 @@ void MultiplySuperblocks(const UnpackGemmArgs& args, std::int64_t n, int columns
                          float* c, std::int64_t ldc) {
   const std::int64_t column = args.first_column + n;
   bool accumulate = args.rows == nullptr && args.accumulate;
-  // Two at a time, and the sums go to C and back half as often: 2 to 3% faster with 12 to 352 rows on Zen 4.
-  const std::int64_t superblocks = rows > Product::kRowsInOrder ? 2 : 1;
+  // Two at a time, and the sums go to C and back half as often: 2 to 3% faster with 24 to 352 rows on Zen 4.
+  const std::int64_t superblocks = rows > Product::kRowsInSuperblock ? 2 : 1;
   for (std::size_t s = 0; s < args.segments.size(); ++s) {
     const GemmSegment& segment = args.segments[s];
     for (std::int64_t panel = 0, end; panel < segment.weights.panels; panel = end) {

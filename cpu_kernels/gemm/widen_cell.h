@@ -41,6 +41,8 @@ struct WidenProduct {
   /// 16 threads, GFLOP/s with 66, 122 rows by cells 783, 904, of transposed weights 689, 686. (Two Zen 5 cores: 384, 451 and
   /// 445, 470.)
   static constexpr std::int64_t kMostInParts = 64, kMostStored = 64;
+  /// 16 threads, 9, 10, 12 rows in fours 60, 63, 64; as 8 and a rest 63, 55, 44.
+  static constexpr int kFirstInFours = 10;
   /// 16 threads, memory of 198, 1 row, direct and unpack, into L1: 168 and 147; every fourth to L2 152 and 125.
   static constexpr int kLinesFetchedAhead = 1;
   /// 4 rows 137; to L2 128.
@@ -48,7 +50,7 @@ struct WidenProduct {
   /// 2, 8 rows, memory of 105, 93, 73; into L1 90, 72.
   static constexpr int kUnpackFetchedTo = 2;
   /// 9, 12 rows, memory of 100 to 130, 68, 60; column by column 60, 55.
-  static constexpr int kRowsInOrder = 12;
+  static constexpr int kRowsInOrder = 12, kTilesBelow = 1, kRowsInSuperblock = 12;
   MOESAIC_INLINE static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b) {
     return sum + (F32x16)(a << 16) * (F32x16)(b << 16) + (F32x16)(a & 0xffff0000u) * (F32x16)(b & 0xffff0000u);
   }

@@ -256,9 +256,12 @@ class TaskCounter {
   double FewTileNs(std::int64_t rows) const {
     if (p_.form == GemmForm::kUnpack) return UnpackTileNs(rows);
     if (rows > m_.kernel.most_few_rows) return kTransposedShare * UnpackTileNs(rows + kTransposedRows);
-    const std::int64_t most = m_.kernel.measured_rows;  // of more, eight are in a vector
-    return MeasuredNs(0, std::min(rows, most)) *
-           (rows > most ? static_cast<double>(RoundUp(rows, 8)) / static_cast<double>(most) : 1.0);
+    const std::int64_t most = m_.kernel.measured_rows;
+    if (rows <= most) return MeasuredNs(0, rows);
+    // Of more, eight are in a vector, and up to four in one of their own.
+    const std::int64_t rest = rows % 8 > 4 ? 0 : rows % 8, whole = RoundUp(rows - rest, 8);
+    return MeasuredNs(0, most) * static_cast<double>(whole) / static_cast<double>(most) +
+           (rest > 0 ? MeasuredNs(0, rest) : 0.0);
   }
 
   /// Of the unpack form: up to twelve rows in each pass.
