@@ -242,17 +242,21 @@ struct NothingAside {
   };
 };
 
-/// Rows of a cell's result, rounded to bf16, to where the caller wants them. A whole line goes past the caches, where the rows
-/// of all experts do not fit.
-inline void ScatterRows(const float* c, std::int64_t ldc, int rows, int columns, BFloat16* const* out, std::int64_t first) {
-  for (int i = 0; i < rows; ++i, c += ldc) {
-    if (out[i] == nullptr) continue;
-    BFloat16* destination = out[i] + first;
-    if (columns == 32 && IsAligned(destination)) {
-      StreamLine(destination, NarrowBoth(LoadF32(c), LoadF32(c + 16)));
-    } else {
-      for (int j = 0; j < columns; j += 16) StoreBf16(destination + j, LoadF32(c + j));
-    }
+/// 32 numbers of a row of the result, rounded to bf16. A whole line goes past the caches, where the rows of all experts do not
+/// fit.
+MOESAIC_INLINE void StoreRounded(BFloat16* to, F32x16 low, F32x16 high) {
+  if (IsAligned(to)) {
+    StreamLine(to, NarrowBoth(low, high));
+  } else {
+    StoreBf16(to, low);
+    StoreBf16(to + 16, high);
+  }
+}
+
+/// A tile column of a cell's result, rounded, to where the caller wants its rows.
+inline void ScatterRows(const float* c, std::int64_t ldc, std::int64_t rows, BFloat16* const* out, std::int64_t first) {
+  for (std::int64_t i = 0; i < rows; ++i, c += ldc) {
+    if (out[i] != nullptr) StoreRounded(out[i] + first, LoadF32(c), LoadF32(c + 16));
   }
 }
 

@@ -47,6 +47,9 @@ struct RegisterRun {
   std::int64_t lines;           ///< beside each tile, where a column is taken at a time
   std::int64_t ahead_stride;    ///< from those beside one tile to those beside the next
 
+  BFloat16* const* rows;  ///< with the last tiles: where the sums go, rounded, from element `out` on (UnpackGemmArgs); or null
+  std::int64_t out;
+
   /// What meets tile n.
   const BFloat16* Left(std::int64_t n) const { return left + n / 2 * left_stride + n % 2 * kPanelRows; }
   std::int64_t LeftStep(std::int64_t n) const { return n % 2 == 0 ? kPanelRows : left_stride - kPanelRows; }
@@ -67,6 +70,17 @@ MOESAIC_INLINE void StoreSums(const F32x16 (&sum)[kRows][kVectors], float* c, st
   for (int t = 0; t < kRows; ++t) {
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) StoreF32(c + t * ldc + 16 * v, sum[t][v]);
+  }
+}
+
+/// The sums of tile column `j` of a run: to C or, with the last tiles, to the rows of the result.
+template <int kRows>
+MOESAIC_INLINE void KeepSums(const F32x16 (&sum)[kRows][2], const RegisterRun& run, bool last, int j, float* c,
+                             std::int64_t ldc) {
+  if (run.rows == nullptr || !last) return StoreSums(sum, c + j * kTileColumns, ldc);
+#pragma GCC unroll 12
+  for (int t = 0; t < kRows; ++t) {
+    if (run.rows[t] != nullptr) StoreRounded(run.rows[t] + run.out + j * kTileColumns, sum[t][0], sum[t][1]);
   }
 }
 
@@ -108,7 +122,7 @@ template <class Product, int kRows>
     });
     left += run.LeftStep(n);
   }
-  StoreSums(sum, c, ldc);
+  KeepSums(sum, run, true, 0, c, ldc);
 }
 
 /// The same of several columns, whose tiles lie side by side: tile after tile as they lie, or some that lie below each other
@@ -140,7 +154,7 @@ template <class Product, int kRows>
         ahead += run.ahead_stride;
         left += run.LeftStep(first + n);
       } while (++n < below);
-      StoreSums(sum, c + j * kTileColumns, ldc);
+      KeepSums(sum, run, first + below == run.length, j, c, ldc);
     }
   }
 }
@@ -199,13 +213,16 @@ inline SuperblocksAhead BlockAhead(const UnpackGemmArgs& args, std::size_t s, st
 }
 
 /// @param first, rows  of the activations, below args.first_panel
+/// @param out          of the same rows: where the sums go, for this is the last block of its columns; or null
 template <class Product>
 void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const SuperblocksAhead& ahead, std::int64_t first,
-                   std::int64_t rows, float* c, std::int64_t ldc, bool accumulate) {
+                   std::int64_t rows, float* c, std::int64_t ldc, bool accumulate, BFloat16* const* out) {
   const TileMatrix &weights = block.segment->weights, &x = block.segment->activations;
   const BFloat16* left = x.Tile(args.first_panel, block.panel / 2) + first * kTileColumns;
   alignas(64) BFloat16 decoded[2 * kSuperblock * kTileElements];
   RegisterRun run{};
+  run.rows = out;
+  run.out = block.column * kTileColumns;
   run.tiles = decoded;
   run.tiles_below = decoded + kSuperblock * kTileElements;
   run.stride = kTileElements;
@@ -230,7 +247,7 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
   const std::int64_t groups = CeilDiv(rows, kRowsInRegisters);
   // Whole superblocks follow: 64 KB in their order. Else tile by tile, as far as this block has tiles beside them.
   const bool in_order = rows > Product::kRowsInSuperblock && ahead.first.stride == block.columns * kTileElements;
-  for (int j = 0; j < block.columns; ++j) {
+  for (int j = 0; j < block.columns; ++j, run.out += kTileColumns) {
     if (weights.codec != nullptr) {
       for (std::int64_t p = 0; p < block.length; ++p) {
         weights.codec->decode(weights, block.panel + p, block.column + j, 1, decoded + p * kTileElements);
@@ -242,6 +259,7 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
     for (std::int64_t g = 0, row = 0, end; g < groups; ++g, row = end) {
       end = (g + 1) * rows / groups;
       run.left = left + row * kTileColumns;
+      if (out != nullptr) run.rows = out + row;
       if (ahead.first.data != nullptr) {
         const std::int64_t line = g * kPanelRows / groups;
         run.lines = (g + 1) * kPanelRows / groups - line;
@@ -262,7 +280,8 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
   }
 }
 
-/// Up to a superblock of columns, `n` of the call and more, times `rows` rows from `first` on: sums to C.
+/// Up to a superblock of columns, `n` of the call and more, times `rows` rows from `first` on: sums to C, the last ones to
+/// args.rows where there are any.
 template <class Product>
 void MultiplySuperblocks(const UnpackGemmArgs& args, std::int64_t n, int columns, std::int64_t first, std::int64_t rows,
                          float* c, std::int64_t ldc) {
@@ -275,7 +294,9 @@ void MultiplySuperblocks(const UnpackGemmArgs& args, std::int64_t n, int columns
     for (std::int64_t panel = 0, end; panel < segment.weights.panels; panel = end) {
       end = panel + Least(superblocks * kSuperblock, segment.weights.panels - panel);
       const RegisterBlock block{&segment, panel, end - panel, column, columns};
-      MultiplyBlock<Product>(args, block, BlockAhead(args, s, end, column, column + columns), first, rows, c, ldc, accumulate);
+      const bool last = s + 1 == args.segments.size() && end == segment.weights.panels;
+      MultiplyBlock<Product>(args, block, BlockAhead(args, s, end, column, column + columns), first, rows, c, ldc, accumulate,
+                             last && args.rows != nullptr ? args.rows + first : nullptr);
       accumulate = true;
     }
   }
@@ -291,20 +312,10 @@ void UnpackInRegisters(const UnpackGemmArgs& args) {
     const std::int64_t column = args.first_column + n;
     columns = Least(kSuperblock - column % kSuperblock, args.columns - n);
     for (std::int64_t first = 0; first < all; first += step) {
-      const std::int64_t rows = Least(step, all - first);
-      if (args.rows == nullptr) {
-        MultiplySuperblocks<Product>(args, n, static_cast<int>(columns), first, rows, args.c + n * kTileColumns, args.ldc);
-        continue;
-      }
       alignas(64) float block[kRowsInRegisters * kPitch];
-      float* c = args.c != nullptr ? args.c : block;
-      const std::int64_t ldc = args.c != nullptr ? args.ldc : kPitch;
-      MultiplySuperblocks<Product>(args, n, static_cast<int>(columns), first, rows, c, ldc);
-      for (std::int64_t t = 0; t < rows; ++t) {
-        for (std::int64_t j = 0; j < columns; ++j) {
-          ScatterRows(c + t * ldc + j * kTileColumns, ldc, 1, kTileColumns, args.rows + first + t, (column + j) * kTileColumns);
-        }
-      }
+      float* c = args.rows == nullptr ? args.c + n * kTileColumns : args.c != nullptr ? args.c : block;
+      MultiplySuperblocks<Product>(args, n, static_cast<int>(columns), first, Least(step, all - first), c,
+                                   args.c != nullptr ? args.ldc : kPitch);
     }
   }
   if (args.rows != nullptr) StreamFence();

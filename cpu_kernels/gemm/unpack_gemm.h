@@ -334,7 +334,7 @@ class RowsBehind {
 
  private:
   [[gnu::noinline]] void Write(std::int64_t rows) {
-    ScatterRows(c_, ldc_, static_cast<int>(rows), kTileColumns, out_, column_);
+    ScatterRows(c_, ldc_, rows, out_, column_);
     c_ += rows * ldc_;
     out_ += rows;
     left_ -= rows;
@@ -388,7 +388,7 @@ void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const BFl
       behind.Begin(c, ldc, na * kPanelRows, args.rows + p * kPanelRows);
     } else {
       Compute<Cell>(na, 2, runs, count, c, ldc, accumulate, aside);
-      ScatterRows(c, ldc, na * kPanelRows, kTileColumns, args.rows + p * kPanelRows, at.column() * kTileColumns);
+      ScatterRows(c, ldc, na * kPanelRows, args.rows + p * kPanelRows, at.column() * kTileColumns);
     }
     for (int r = 0; r < count; ++r) {
       for (int a = 0; a < na_most; ++a) runs[r].a[a] += na_most * kTileElements;
@@ -500,7 +500,7 @@ void UnpackFewPanels(UnpackGemmArgs args) {
     float* c = args.rows == nullptr ? args.c + column * kTileColumns : block;
     const std::int64_t ldc = args.rows == nullptr ? args.ldc : kTileColumns;
     Compute<Cell>(na, 2, runs.data(), static_cast<int>(runs.size()), c, ldc, args.accumulate, ring);
-    if (args.rows != nullptr) ScatterRows(c, ldc, na * 16, 32, args.rows, (args.first_column + column) * kTileColumns);
+    if (args.rows != nullptr) ScatterRows(c, ldc, na * kPanelRows, args.rows, (args.first_column + column) * kTileColumns);
   }
   if (args.rows != nullptr) StreamFence();
 }
