@@ -15,9 +15,9 @@ namespace {
 struct Avx512Bf16Product {
   /// GFLOP/s with 24, 32, 34, 42 rows in parts 869, 907, 758, 784; of transposed weights 780, 848, 851, 882.
   static constexpr std::int64_t kMostInParts = 32, kMostStored = kMostStoredRows;
-  /// None. (Two Zen 4 cores, memory of 34, 10, 12 rows as 8 and a rest: 31, 30; in fours 26, 27. Intel, 16 threads, memory of
-  /// 112 to 149: 61, 57; 52, 55.)
-  static constexpr int kFirstInFours = 13;
+  /// Two Zen 4 cores, memory of 34, 10, 12 rows 31, 30; in fours 26, 27. Intel, 16 threads, memory of 112 to 149, 61, 57; in
+  /// fours 52, 55.
+  static constexpr bool kTwelveInFours = false;
   /// 1 row, direct form: 73; every fourth line 66.
   static constexpr int kLinesFetchedAhead = 1;
   /// 4, 8 rows, direct form, 73, 65; to L2 61, 57. Unpack form, 8, 24 rows, 75, 37; 65, 28.

@@ -16,7 +16,7 @@
 //
 //   static constexpr std::int64_t kMostInParts;  // rows that the direct form takes in parts of lines, at most
 //   static constexpr std::int64_t kMostStored;   // rows that it transposes weights for (register_direct.h), at most
-//   static constexpr int kFirstInFours;       // so many to 12 rows are three vectors of 4, others vectors of 8 and a rest
+//   static constexpr bool kTwelveInFours;     // whether 10 to 12 rows are three vectors of 4, not one of 8 and a rest
 //   static constexpr int kLinesFetchedAhead;  // of so many lines one is prefetched, up to kRowsFetchedAhead rows
 //   static constexpr int kDirectFetchedTo;    // as __builtin_prefetch has it: 2 L2, 3 L1
 //   static constexpr int kUnpackFetchedTo;    // the same of the unpack form
@@ -322,8 +322,8 @@ void FewRowsDirect(const DirectGemmArgs& args) {
   if (args.row_count == 2) return FewRowsDirectAs<OneVector<Product, 2>>(args);
   if (args.row_count <= 4) return FewRowsDirectAs<OneVector<Product, 4>>(args);
   if (args.row_count <= 8) return FewRowsDirectAs<OneVector<Product, 8>>(args);
-  if (args.row_count <= 12 && args.row_count >= Product::kFirstInFours) {
-    return FewRowsDirectAs<SomeVectors<Product, 4, 12, 0>>(args);
+  if constexpr (Product::kTwelveInFours) {
+    if (args.row_count >= 10 && args.row_count <= 12) return FewRowsDirectAs<SomeVectors<Product, 4, 12, 0>>(args);
   }
   constexpr int kMost = Product::kMostInParts;
   const std::int64_t rest = args.row_count % 8;

@@ -41,8 +41,8 @@ struct WidenProduct {
   /// 16 threads, GFLOP/s with 66, 122 rows by cells 783, 904, of transposed weights 689, 686. (Two Zen 5 cores: 384, 451 and
   /// 445, 470.)
   static constexpr std::int64_t kMostInParts = 64, kMostStored = 64;
-  /// 16 threads, 9, 10, 12 rows in fours 60, 63, 64; as 8 and a rest 63, 55, 44.
-  static constexpr int kFirstInFours = 10;
+  /// 16 threads, 10, 11, 12 rows 63, 64, 64; as 8 and a rest 55, 49, 44.
+  static constexpr bool kTwelveInFours = true;
   /// 16 threads, memory of 198, 1 row, direct and unpack, into L1: 168 and 147; every fourth to L2 152 and 125.
   static constexpr int kLinesFetchedAhead = 1;
   /// 4 rows 137; to L2 128.
