@@ -23,7 +23,7 @@ struct Avx512Bf16Product {
   /// 4, 8 rows, direct form, 73, 65; to L2 61, 57. Unpack form, 8, 24 rows, 75, 37; 65, 28.
   static constexpr int kDirectFetchedTo = 3, kUnpackFetchedTo = 3;
   /// 9, 12 rows 72, 63; column by column 58, 58.
-  static constexpr int kRowsInOrder = 12, kTilesBelow = 1, kRowsInSuperblock = 12;
+  static constexpr int kRowsInOrder = 12, kRowsInSuperblock = 12;
   MOESAIC_INLINE static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b) {
     return (F32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
@@ -34,14 +34,13 @@ struct Zen4Product : Avx512Bf16Product {
   /// Memory of 34, 34, 40, 48, 56 rows: 11.9, 10.2, 8.6, 7.4; transposed 11.2, 9.9, 8.4, 7.3.
   static constexpr std::int64_t kMostInParts = 48;
   /// The hardware, which sees lines met in their order, brings the others, and more of them at a time. (Memory of 60, direct
-  /// form, 2 rows: 43; all lines prefetched 32. Memory of 35, 4 rows, direct and unpack: 33.5, 33; 31.5, 31.)
+  /// form, 2 rows: 43; all lines prefetched 32.)
   static constexpr int kLinesFetchedAhead = 4;
   /// Into L1 each prefetch would hold one of a core's few line buffers as long as memory takes: 2, 4, 8 rows 31, 31, 28; to L2
   /// all lines 32, 44, 47.
   static constexpr int kDirectFetchedTo = 2, kUnpackFetchedTo = 2;
-  /// Memory of 52 to 60: 7, 8, 10, 12, 16 rows 49, 44, 36, 33, 26; one tile at a time up to 8 rows, then two superblocks down
-  /// the columns 43, 37, 33, 30, 25.
-  static constexpr int kRowsInOrder = 7, kTilesBelow = 4, kRowsInSuperblock = 20;
+  /// Memory of 52 to 60: 8, 10, 12, 16 rows 44, 36, 33, 26; in order with 8 rows, of two superblocks with more 37, 33, 30, 25.
+  static constexpr int kRowsInOrder = 6, kRowsInSuperblock = 20;
 };
 
 template <class ProductOfHost>

@@ -20,9 +20,8 @@
 //   static constexpr int kLinesFetchedAhead;  // of so many lines one is prefetched, up to kRowsFetchedAhead rows
 //   static constexpr int kDirectFetchedTo;    // as __builtin_prefetch has it: 2 L2, 3 L1
 //   static constexpr int kUnpackFetchedTo;    // the same of the unpack form
-//   static constexpr int kRowsInOrder;        // rows, at most, with which the unpack form meets tiles in the order of memory,
-//   static constexpr int kTilesBelow;         // from kRowsFetchedAhead rows on so many that lie below each other at a time
-//   static constexpr int kRowsInSuperblock;   // rows, at most, with which it takes one superblock and not two
+//   static constexpr int kRowsInOrder;        // rows, at most, with which the unpack form meets tiles in the order of memory
+//   static constexpr int kRowsInSuperblock;   // rows, at most, with which it takes one superblock at a time and not two
 #pragma once
 
 #include <cstdint>
@@ -34,7 +33,7 @@
 namespace {
 
 /// Rows with which a Product's kLinesFetchedAhead counts. Their products take much less time than the weights' way from memory.
-inline constexpr int kRowsFetchedAhead = 4;
+inline constexpr int kRowsFetchedAhead = 2;
 
 /// One panel, of the gradient form.
 inline constexpr int kMostGradientRows = 16;

@@ -50,8 +50,6 @@ struct RegisterRun {
   BFloat16* const* rows;  ///< with the last tiles: where the sums go, rounded, from element `out` on (UnpackGemmArgs); or null
   std::int64_t out;
 
-  /// What meets tile n.
-  const BFloat16* Left(std::int64_t n) const { return left + n / 2 * left_stride + n % 2 * kPanelRows; }
   std::int64_t LeftStep(std::int64_t n) const { return n % 2 == 0 ? kPanelRows : left_stride - kPanelRows; }
 };
 
@@ -125,37 +123,28 @@ template <class Product, int kRows>
   KeepSums(sum, run, true, 0, c, ldc);
 }
 
-/// The same of several columns, whose tiles lie side by side: tile after tile as they lie, or some that lie below each other
-/// and then those beside them, and so are those ahead.
+/// The same of several columns, whose tiles lie side by side: tile after tile as they lie, and so are those ahead.
 template <class Product, int kRows>
 [[gnu::noinline]] void MultiplyInOrder(const RegisterRun& run, int columns, float* c, std::int64_t ldc, bool accumulate) {
   constexpr int kEvery = kRows <= kRowsFetchedAhead ? Product::kLinesFetchedAhead : 1;
   static_assert(kEvery == 1 || kEvery == 4);
-  constexpr int kBelow = kRows <= kRowsFetchedAhead ? 1 : Product::kTilesBelow;
-  for (std::int64_t first = 0; first < run.length; first += kBelow, accumulate = true) {
-    const BFloat16 *tile_of_first = run.tiles + first * run.stride, *ahead_of_first = run.ahead + first * run.ahead_stride;
-    const std::int64_t below = Least(kBelow, run.length - first);
-    for (int j = 0; j < columns; ++j, tile_of_first += kTileElements, ahead_of_first += kTileElements) {
+  const BFloat16* left = run.left;
+  for (std::int64_t n = 0; n < run.length; ++n, accumulate = true) {
+    const BFloat16 *tile = run.tiles + n * run.stride, *ahead = run.ahead + n * run.ahead_stride;
+    for (int j = 0; j < columns; ++j, tile += kTileElements, ahead += kTileElements) {
+      if constexpr (kEvery > 1) {
+        for (int i = 0; i < kPanelRows; i += kEvery) __builtin_prefetch(ahead + i * kTileColumns, 0, Product::kUnpackFetchedTo);
+      }
       F32x16 sum[kRows][2] = {};
       if (accumulate) LoadSums(c + j * kTileColumns, ldc, sum);
-      const BFloat16 *tile = tile_of_first, *ahead = ahead_of_first, *left = run.Left(first);
-      std::int64_t n = 0;
-      do {
-        if constexpr (kEvery > 1) {
-          for (int i = 0; i < kPanelRows; i += kEvery)
-            __builtin_prefetch(ahead + i * kTileColumns, 0, Product::kUnpackFetchedTo);
+      MultiplyTile<Product, kRows>(tile, left, sum, [&](int p) {
+        if constexpr (kEvery == 1) {
+          for (int i = 0; i < 2; ++i) __builtin_prefetch(ahead + (2 * p + i) * kTileColumns, 0, Product::kUnpackFetchedTo);
         }
-        MultiplyTile<Product, kRows>(tile, left, sum, [&](int p) {
-          if constexpr (kEvery == 1) {
-            for (int i = 0; i < 2; ++i) __builtin_prefetch(ahead + (2 * p + i) * kTileColumns, 0, Product::kUnpackFetchedTo);
-          }
-        });
-        tile += run.stride;
-        ahead += run.ahead_stride;
-        left += run.LeftStep(first + n);
-      } while (++n < below);
-      KeepSums(sum, run, first + below == run.length, j, c, ldc);
+      });
+      KeepSums(sum, run, n + 1 == run.length, j, c, ldc);
     }
+    left += run.LeftStep(n);
   }
 }
 

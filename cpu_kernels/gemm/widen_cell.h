@@ -50,7 +50,7 @@ struct WidenProduct {
   /// 2, 8 rows, memory of 105, 93, 73; into L1 90, 72.
   static constexpr int kUnpackFetchedTo = 2;
   /// 9, 12 rows, memory of 100 to 130, 68, 60; column by column 60, 55.
-  static constexpr int kRowsInOrder = 12, kTilesBelow = 1, kRowsInSuperblock = 12;
+  static constexpr int kRowsInOrder = 12, kRowsInSuperblock = 12;
   MOESAIC_INLINE static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b) {
     return sum + (F32x16)(a << 16) * (F32x16)(b << 16) + (F32x16)(a & 0xffff0000u) * (F32x16)(b & 0xffff0000u);
   }
