@@ -57,7 +57,7 @@ constexpr std::array<PhaseInfo, kNumPhases> kTable = {{
      "dZ0 = D_e W_d + s Q A_d",
      "dO, W_d, A, B", "dZ0, dA_d, dB_d", ""},
     {P::kD0Prepare, P::kBackwardDown, "D0_prepare", "D0_prepare+memset",
-     "bind buffers; what the down backward needs once",
+     "plan, memory and graph, by the caller alone; bind buffers; what the down backward needs once",
      "", "", ""},
     {P::kD1Scatter, P::kBackwardDown, "D1_scatter", "D1_scatter",
      "D_e = dO[rows_e], rounded to bf16",

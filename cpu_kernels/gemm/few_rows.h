@@ -119,7 +119,7 @@ MOESAIC_INLINE U32x16 RepeatPart(const BFloat16* line) {
 template <class Product, int kTokens, int kVectors, int kWeights, int kLines>
 MOESAIC_INLINE void MultiplyParts(const TileRun& run, const BFloat16* ahead, const BFloat16* parts, std::int64_t parts_pitch,
                                   float* sums, std::int64_t sums_pitch) {
-  constexpr int kEvery = kVectors == 1 && kTokens <= kRowsFetchedAhead ? Product::kLinesFetchedAhead : 1;
+  constexpr int kEvery = kTokens <= kRowsFetchedAhead ? Product::kLinesFetchedAhead : 1;
   F32x16 sum[kWeights][kVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kWeights; ++i) {
