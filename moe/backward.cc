@@ -60,9 +60,9 @@ BackwardPass::BackwardPass(const LayerConfig& config, const PackedWeights& weigh
   Carver carver(workspace->tokens.data());
   auto* used = carver.Take<std::uint8_t>(slots);
   if (parts > 0) shard_d_weights_ = carver.Take<float>(parts * slots);
-  std::fill(used, used + slots, std::uint8_t{0});
-  const std::int32_t* offsets = routing;
-  for (std::int64_t s = 0; s < offsets[config.num_experts]; ++s) used[routing[config.num_experts + 1 + s]] = 1;
+  const std::int64_t count = routing[config.num_experts];
+  std::fill(used, used + slots, count == slots ? std::uint8_t{1} : std::uint8_t{0});
+  for (std::int64_t s = 0; s < count && count < slots; ++s) used[routing[config.num_experts + 1 + s]] = 1;
   slot_used_ = used;
 }
 
@@ -97,8 +97,7 @@ TaskId BackwardPass::EndInPlace(TaskId computed) {
   const TaskId swept = Swept();
   const TaskId gate = AddSweep(this, Sweep<&BackwardPass::ContractGate>, GateUpSweeps(kLoraBGate), swept);
   const TaskId up = AddSweep(this, Sweep<&BackwardPass::ContractUp>, GateUpSweeps(kLoraBUp), swept);
-  const TaskId both = Join(std::array{gate, up});
-  return Join(std::array{computed, AddSweep(this, Sweep<&BackwardPass::InputInPlace>, config.num_experts, both)});
+  return Join(computed, AddSweep(this, Sweep<&BackwardPass::InputInPlace>, config.num_experts, Join(gate, up)));
 }
 
 void BackwardPass::LoadLow(std::int64_t index) {

@@ -88,7 +88,7 @@ class ForwardPass : public Pass {
     TaskId computed = AddJobs(this, stages, before);
     if (in_place && in_place->Sweeps(kLoraBDownT) > 0) {
       const TaskId added = AddSweep(this, Sweep<&ForwardPass::ExpandDown>, in_place->Sweeps(kLoraBDownT), Swept());
-      computed = Join(std::array{computed, added});
+      computed = Join(computed, added);
     }
     for (std::int64_t t = 0; t < tokens; t += blocking.tokens_per_merge) {
       graph.AddEdge(computed, graph.Add([](void* self, std::int64_t i, int) { Self(self).Merge(i); }, this, t));
@@ -104,7 +104,7 @@ class ForwardPass : public Pass {
     const TaskId low = AddSweep(this, Sweep<&ForwardPass::InputLow>, static_cast<std::int64_t>(jobs.size()), -1);
     const TaskId gate = AddSweep(this, Sweep<&ForwardPass::ExpandGate>, in_place->Sweeps(kLoraBGate), low);
     const TaskId up = AddSweep(this, Sweep<&ForwardPass::ExpandUp>, in_place->Sweeps(kLoraBUp), low);
-    return Join(std::array{gate, up});
+    return Join(gate, up);
   }
 
   template <void (ForwardPass::*kSweep)(std::int64_t index)>

@@ -1,7 +1,6 @@
 #include "moe/jobs.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "cpu_kernels/gemm/tiles.h"
 #include "cpu_kernels/tensor_access.h"
@@ -34,15 +33,26 @@ namespace {
 
 /// Experts in the order in which their jobs begin.
 std::vector<std::int64_t> OrderOfExperts(const LayerConfig& config, const std::int32_t* routing, std::int64_t group) {
-  const auto rows = [&](std::int64_t e) { return routing[e + 1] - routing[e]; };
-  std::vector<std::int64_t> order(static_cast<std::size_t>(config.num_experts));
-  std::iota(order.begin(), order.end(), 0);
-  std::vector<std::int32_t> most(static_cast<std::size_t>(CeilDiv(config.num_experts, group)));
-  for (std::int64_t e : order) most[e / group] = std::max(most[e / group], rows(e));
-  std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
-    if (a / group == b / group) return rows(a) > rows(b);
-    return most[a / group] != most[b / group] ? most[a / group] > most[b / group] : a < b;
-  });
+  struct Entry {
+    std::int32_t rows;
+    std::int64_t expert;
+  };
+  const auto fuller = [](const Entry& a, const Entry& b) { return a.rows != b.rows ? a.rows > b.rows : a.expert < b.expert; };
+  std::vector<Entry> experts, groups;  // a group by the rows of its fullest expert, and its first one
+  experts.reserve(static_cast<std::size_t>(config.num_experts));
+  for (std::int64_t e = 0; e < config.num_experts; ++e) experts.push_back({routing[e + 1] - routing[e], e});
+  for (std::int64_t first = 0; first < config.num_experts; first += group) {
+    const auto begin = experts.begin() + first, end = experts.begin() + std::min(first + group, config.num_experts);
+    std::sort(begin, end, fuller);
+    groups.push_back({begin->rows, first});
+  }
+  std::sort(groups.begin(), groups.end(), fuller);
+  std::vector<std::int64_t> order;
+  order.reserve(experts.size());
+  for (const Entry& of_group : groups) {
+    const std::int64_t end = std::min(of_group.expert + group, config.num_experts);
+    for (std::int64_t i = of_group.expert; i < end; ++i) order.push_back(experts[i].expert);
+  }
   return order;
 }
 
@@ -52,6 +62,7 @@ std::vector<Job> BuildJobs(const LayerConfig& config, std::span<const Shard> sha
                            std::int64_t group) {
   const auto num_shards = static_cast<std::int64_t>(shards.size());
   std::vector<Job> jobs;
+  jobs.reserve(static_cast<std::size_t>(config.num_experts * num_shards));
   for (std::int64_t e : OrderOfExperts(config, routing, group)) {
     const std::int64_t begin = routing[e], end = routing[e + 1];
     if (begin == end) continue;

@@ -94,11 +94,8 @@ std::int64_t Pass::LoraGroup() const {
 }
 
 std::int64_t Pass::PartSize(std::int64_t job, Cut cut) const {
-  const std::int64_t parts = job >= static_cast<std::int64_t>(jobs.size()) - blocking.tail_jobs ? blocking.tail_parts : 1;
-  // Parts of I are whole units; parts of H whole superblocks, where there are several.
-  if (cut == Cut::kIntermediate) return CeilDiv(blocking.intermediate_units_per_task, parts) * kBlocksPerUnit;
-  const std::int64_t columns = blocking.hidden_columns_per_task;
-  return parts == 1 ? columns : std::min(columns, RoundUp(CeilDiv(columns, parts), kSuperblock));
+  const PartSizes& sizes = job < first_tail_job_ ? part_sizes_ : tail_part_sizes_;
+  return cut == Cut::kIntermediate ? sizes.intermediate : sizes.hidden;
 }
 
 std::int64_t Pass::PartsOf(std::int64_t job, Cut cut) const {
@@ -135,6 +132,12 @@ void Pass::Allocate(std::int64_t job_bytes) {
   slot_of_job_.resize(jobs.size());
   query.slots = job_slots_ * num_shards;
   blocking = ChooseBlocking(query);
+  // Parts of I are whole units; parts of H whole superblocks, where there are several.
+  const std::int64_t units = blocking.intermediate_units_per_task, columns = blocking.hidden_columns_per_task;
+  first_tail_job_ = count - blocking.tail_jobs;
+  part_sizes_ = {units * kBlocksPerUnit, columns};
+  tail_part_sizes_ = {CeilDiv(units, blocking.tail_parts) * kBlocksPerUnit,
+                      std::min(columns, RoundUp(CeilDiv(columns, blocking.tail_parts), kSuperblock))};
 }
 
 std::int64_t Pass::StageScratchBytes() const {
@@ -315,8 +318,8 @@ void Pass::WriteTask(void* pass, std::int64_t index, int) {
   call.WriteGradients(part.matrix, part.strips, part.first_expert, part.experts);
 }
 
-void Pass::AddLoraTasks(TaskFunction function, std::int64_t group, std::int64_t shard, TaskId after,
-                        std::vector<TaskId>& tasks) {
+Pass::Tasks Pass::AddLoraTasks(TaskFunction function, std::int64_t group, std::int64_t shard, TaskId after) {
+  Tasks tasks{static_cast<TaskId>(graph.size()), 0};
   const LoraCall& call = lora_of_shard_[static_cast<std::size_t>(shard)];
   const std::int64_t index = group * static_cast<std::int64_t>(shards.size()) + shard;
   for (int i = 0; i < kNumLoraMatrices; ++i) {
@@ -324,11 +327,13 @@ void Pass::AddLoraTasks(TaskFunction function, std::int64_t group, std::int64_t 
     if (function == WriteTask && (!lora.wants(m) || (IsInEveryShard(m) && shard > 0))) continue;
     const std::int64_t parts = CeilDiv(call.strips(m), call.StripsPerTask(m, lora_group_));
     for (std::int64_t part = 0; part < parts; ++part) {
-      const std::int64_t task = TaskIndex::Encode(index, part * kNumLoraMatrices + m);
-      tasks.push_back(AddOfShard(function, task, shard, TaskGraph::Start::kNext));
-      if (after >= 0) graph.AddEdge(after, tasks.back());
+      const std::int64_t code = TaskIndex::Encode(index, part * kNumLoraMatrices + m);
+      const TaskId task = AddOfShard(function, code, shard, TaskGraph::Start::kNext);
+      if (after >= 0) graph.AddEdge(after, task);
+      ++tasks.count;
     }
   }
+  return tasks;
 }
 
 TaskId Pass::AddOfShard(TaskFunction function, std::int64_t index, std::int64_t shard, TaskGraph::Start start) {
@@ -336,87 +341,75 @@ TaskId Pass::AddOfShard(TaskFunction function, std::int64_t index, std::int64_t 
   return graph.AddOnNode(function, this, index, shards[static_cast<std::size_t>(shard)].node);
 }
 
-TaskId Pass::Join(std::span<const TaskId> tasks) {
-  if (tasks.size() == 1) return tasks.front();
+TaskId Pass::Join(std::span<const Tasks> tasks) {
+  if (tasks.size() == 1 && tasks.front().count == 1) return tasks.front().first;
   const TaskId join = graph.Add([](void*, std::int64_t, int) {}, nullptr, 0);
-  for (TaskId task : tasks) graph.AddEdge(task, join);
+  for (const Tasks& some : tasks) AddEdges(some, join);
   return join;
 }
 
-std::vector<TaskId> Pass::AddJob(void* context, std::int64_t job, std::span<const Stage> stages, TaskId start,
-                                 std::vector<TaskId>& sums) {
-  std::vector<TaskId> open;           // what the job's end waits for
-  std::vector<TaskId> before{start};  // the last stage that is waited for
-  std::size_t sum_index = 0;
-  std::vector<TaskId> own_sums;
+void Pass::AddEdges(Tasks before, TaskId after) {
+  for (std::int64_t i = 0; i < before.count; ++i) graph.AddEdge(before[i], after);
+}
+
+TaskId Pass::AddJob(void* context, std::int64_t job, std::span<const Stage> stages, TaskId start, StageTasks& sums) {
+  const std::int64_t previous = jobs[job].previous;
+  std::swap(sums, previous_sums_);
+  sums.clear();
+  // The same ranges as in the expert's previous job, or else all of that job's sums come first.
+  const bool same_ranges = previous >= 0 && PartSize(job, Cut::kIntermediate) == PartSize(previous, Cut::kIntermediate) &&
+                           PartSize(job, Cut::kHidden) == PartSize(previous, Cut::kHidden);
+  const TaskId all_sums = previous >= 0 && !same_ranges && !previous_sums_.empty() ? Join(previous_sums_) : -1;
+  Tasks before{start, 1};  // the last stage that is waited for
   for (const Stage& stage : stages) {
-    std::vector<TaskId> tasks;
     const std::int64_t parts = PartsOf(job, stage.cut);
-    const bool matched = stage.sums && static_cast<std::int64_t>(before.size()) == parts;
-    if (!matched && before.size() > 1 && parts > 1) before = {Join(before)};
-    // The same ranges as in the expert's previous job, or else all of that job's sums come first.
-    const bool follows = stage.sums && jobs[job].previous >= 0;
-    const std::int64_t previous_job = jobs[job].previous;
-    const bool same_ranges = follows && PartSize(job, Cut::kIntermediate) == PartSize(previous_job, Cut::kIntermediate) &&
-                             PartSize(job, Cut::kHidden) == PartSize(previous_job, Cut::kHidden);
-    const TaskId all_sums = follows && !same_ranges ? Join(sums) : -1;
+    const bool matched = stage.sums && before.count == parts;
+    if (!matched && before.count > 1 && parts > 1) before = {Join(std::array{before}), 1};
+    const Tasks tasks{static_cast<TaskId>(graph.size()), parts};
     for (std::int64_t part = 0; part < parts; ++part) {
       const TaskId task = graph.Add(stage.function, context, TaskIndex::Encode(job, part));
-      tasks.push_back(task);
-      if (matched) {
-        if (before[part] >= 0) graph.AddEdge(before[part], task);
-      } else {
-        for (TaskId previous : before) {
-          if (previous >= 0) graph.AddEdge(previous, task);
-        }
-      }
-      if (!stage.sums) continue;
-      if (follows) graph.AddEdge(same_ranges ? sums[sum_index] : all_sums, task);
-      ++sum_index;
-      own_sums.push_back(task);
+      AddEdges(matched ? Tasks{before[part], 1} : before, task);
+      if (stage.sums && previous >= 0) graph.AddEdge(same_ranges ? previous_sums_[sums.size()][part] : all_sums, task);
     }
-    if (stage.swept) swept_.insert(swept_.end(), tasks.begin(), tasks.end());
+    job_tasks_ += parts;
+    if (stage.swept) swept_.push_back(tasks);
     if (stage.sums) {
-      open.insert(open.end(), tasks.begin(), tasks.end());
+      sums.push_back(tasks);
     } else {
-      before = std::move(tasks);
+      before = tasks;
     }
   }
-  open.insert(open.end(), before.begin(), before.end());
-  sums = std::move(own_sums);
-  return open;
+  const TaskId end = graph.Add(EndJob, this, job);
+  for (const Tasks& tasks : sums) AddEdges(tasks, end);
+  AddEdges(before, end);
+  return end;
 }
 
 TaskId Pass::AddSweep(void* context, TaskFunction function, std::int64_t count, TaskId after) {
-  std::vector<TaskId> tasks;
+  if (count == 0) return after;
+  const Tasks tasks{static_cast<TaskId>(graph.size()), count};
   for (std::int64_t i = 0; i < count; ++i) {
-    tasks.push_back(graph.Add(function, context, i));
-    if (after >= 0) graph.AddEdge(after, tasks.back());
+    const TaskId task = graph.Add(function, context, i);
+    if (after >= 0) graph.AddEdge(after, task);
   }
-  return tasks.empty() ? after : Join(tasks);
+  return Join(std::array{tasks});
 }
 
 TaskId Pass::AddJobs(void* context, std::span<const Stage> stages, TaskId before) {
   const bool pack = lora.any(), write = lora.wants_any();
   const auto num_shards = static_cast<std::int64_t>(shards.size());
-  std::int64_t job_tasks = 0;
-  for (std::size_t job = 0; job < jobs.size(); ++job) {
-    for (const Stage& stage : stages) job_tasks += PartsOf(static_cast<std::int64_t>(job), stage.cut);
-  }
-  profiling::NoteJobs(static_cast<std::int64_t>(jobs.size()), job_slots_ * num_shards, job_tasks);
-  std::vector<TaskId> job_ends(jobs.size()), slot_ends(group_slots_, -1), packed(shards.size(), -1), all;
-  std::vector<std::vector<TaskId>> sums(shards.size());
+  std::vector<TaskId> job_ends(jobs.size()), slot_ends(group_slots_, -1), packed(shards.size(), -1);
+  StageTasks ends, all;
+  std::vector<StageTasks> sums(shards.size());
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const JobGroup& group = groups[g];
     if (group.jobs == 0 && !write) continue;
     const auto g_index = static_cast<std::int64_t>(g);
     TaskId& slot_free = slot_ends[g_index % group_slots_];
     for (std::int64_t shard = 0; pack && group.jobs > 0 && shard < num_shards; ++shard) {
-      std::vector<TaskId> tasks;
-      AddLoraTasks(PackTask, g_index, shard, slot_free, tasks);
-      packed[shard] = Join(tasks);
+      packed[shard] = Join(std::array{AddLoraTasks(PackTask, g_index, shard, slot_free)});
     }
-    std::vector<TaskId> ends;
+    ends.clear();
     for (std::int64_t job = group.first_job; job < group.first_job + group.jobs; ++job) {
       // In turn: the last jobs are cut finer, and must be the last to begin.
       const std::int64_t shard = jobs[job].shard, turn = job_slots_ * num_shards;
@@ -424,19 +417,21 @@ TaskId Pass::AddJobs(void* context, std::span<const Stage> stages, TaskId before
       if (packed[shard] >= 0) graph.AddEdge(packed[shard], begin);
       if (before >= 0) graph.AddEdge(before, begin);
       if (job >= turn) graph.AddEdge(job_ends[job - turn], begin);
-      job_ends[job] = graph.Add(EndJob, this, job);
-      for (TaskId task : AddJob(context, job, stages, begin, sums[shard])) graph.AddEdge(task, job_ends[job]);
-      ends.push_back(job_ends[job]);
+      job_ends[job] = AddJob(context, job, stages, begin, sums[shard]);
+      ends.push_back({job_ends[job], 1});
     }
     if (write) {
       const TaskId computed = ends.empty() ? -1 : Join(ends);
       ends.clear();
-      for (std::int64_t shard = 0; shard < num_shards; ++shard) AddLoraTasks(WriteTask, g_index, shard, computed, ends);
+      for (std::int64_t shard = 0; shard < num_shards; ++shard) {
+        ends.push_back(AddLoraTasks(WriteTask, g_index, shard, computed));
+      }
     }
-    all.push_back(Join(ends));
-    if (group.jobs > 0) slot_free = all.back();
+    all.push_back({Join(ends), 1});
+    if (group.jobs > 0) slot_free = all.back().first;
   }
-  return all.empty() ? Join({}) : Join(all);
+  profiling::NoteJobs(static_cast<std::int64_t>(jobs.size()), job_slots_ * num_shards, job_tasks_);
+  return Join(all);
 }
 
 }  // namespace moesaic::moe

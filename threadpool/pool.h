@@ -27,7 +27,7 @@ inline constexpr int kAnyNode = -1;
 /// still in that core's cache), the others can be stolen.
 class TaskGraph {
  public:
-  enum class Start {
+  enum class Start : std::uint8_t {
     kNext,    ///< on the worker that made it ready, before anything else, unless it is stolen
     kInTurn,  ///< new work: once it is ready it queues up, and workers that have nothing to go on with take the oldest first
   };
@@ -56,8 +56,8 @@ class TaskGraph {
     void* context;
     std::int64_t index;
     std::int32_t predecessors;
+    std::int16_t node;
     Start start;
-    std::int16_t node = kAnyNode;
   };
   struct Edge {
     TaskId before;

@@ -11,7 +11,7 @@ TaskId TaskGraph::Add(TaskFunction function, void* context, std::int64_t index, 
   if (nodes_.size() >= static_cast<std::size_t>(std::numeric_limits<TaskId>::max())) {
     throw std::length_error("TaskGraph: more than 2^31 - 1 tasks");
   }
-  nodes_.push_back({function, context, index, 0, start, kAnyNode});
+  nodes_.push_back({function, context, index, 0, kAnyNode, start});
   any_in_turn_ |= start == Start::kInTurn;
   return static_cast<TaskId>(nodes_.size() - 1);
 }

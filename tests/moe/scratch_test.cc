@@ -44,7 +44,8 @@ void Train(const ExpertsLayer& layer, const Problem& problem, Pool& pool) {
   RunBackward(layer, problem, pool, saved);
 }
 
-void ExpectBounded(const ProblemSpec& spec, int threads) {
+/// @param others  scratch of threads that take no part
+void ExpectBounded(const ProblemSpec& spec, int threads, std::int64_t others = 0) {
   SCOPED_TRACE(testing::Message() << Describe(spec) << ", " << threads << " threads");
   ReleaseWorkspaces();
   const Problem problem(spec);
@@ -52,7 +53,7 @@ void ExpectBounded(const ProblemSpec& spec, int threads) {
   const ExpertsLayer layer(problem.config(), problem.gate_up.view(), problem.down.view(), pool);
   Train(layer, problem, pool);
   EXPECT_GT(StoredWorkspaceBytes(), 0);
-  EXPECT_LE(Held(), Bound(spec, threads));
+  EXPECT_LE(Held() - others, Bound(spec, threads));
 }
 
 TEST(Scratch, ManyThreadsOnAWideLayer) {
@@ -105,7 +106,9 @@ TEST(Scratch, AdaptersOfOneExpertThatFillIt) {
   spec.hidden = 7168;
   spec.intermediate = 2048;
   spec.adapters = {{.gate_up = 256, .down = 256}, {.gate_up = 256, .down = 256}};
-  ExpectBounded(spec, 1);
+  // By a thread of its own, for this one may keep scratch of a wider layer, and nothing is left to make up for it.
+  const std::int64_t others = ThreadScratchBytes();
+  std::thread([&] { ExpectBounded(spec, 1, others); }).join();
 }
 
 TEST(Scratch, ManyTokens) {
