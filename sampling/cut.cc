@@ -13,10 +13,10 @@ constexpr std::size_t kMostBins = 1024;
 }  // namespace
 
 /// Eight lanes, so that one comparison need not wait for the other.
-CutFinder::Range CutFinder::RangeOf(const float* values, std::size_t count) {
+ValueRange RangeOf(const float* values, std::size_t count) {
   std::array<float, 8> least, most;
-  least.fill(values[0]);
-  most.fill(values[0]);
+  least.fill(std::numeric_limits<float>::infinity());
+  most.fill(-std::numeric_limits<float>::infinity());
   std::size_t i = 0;
   for (; i + 8 <= count; i += 8) {
     for (std::size_t lane = 0; lane < 8; ++lane) {
@@ -26,15 +26,15 @@ CutFinder::Range CutFinder::RangeOf(const float* values, std::size_t count) {
     }
   }
   for (; i < count; ++i) {
-    least[0] = std::min(least[0], values[i]);
-    most[0] = std::max(most[0], values[i]);
+    least[0] = values[i] < least[0] ? values[i] : least[0];
+    most[0] = values[i] > most[0] ? values[i] : most[0];
   }
   return {*std::min_element(least.begin(), least.end()), *std::max_element(most.begin(), most.end())};
 }
 
 /// Leaves those elements in which the sum reaches the target, and adds what comes before them. The largest value is in the
 /// first bin and the least in the last, so that something always goes.
-void CutFinder::Narrow(const ElementList& list, Range range, double target, double* before) {
+void CutFinder::Narrow(const ElementList& list, ValueRange range, double target, double* before) {
   const auto count = static_cast<std::size_t>(list.count);
   const std::size_t bins = std::min(kMostBins, count);
   const double top = range.most;
@@ -72,7 +72,7 @@ void CutFinder::Narrow(const ElementList& list, Range range, double target, doub
 WeightedCut CutFinder::Find(const ElementList& list, double target) {
   ElementList active = list;
   double before = 0;
-  Range range = RangeOf(active.values, static_cast<std::size_t>(active.count));
+  ValueRange range = RangeOf(active.values, static_cast<std::size_t>(active.count));
   while (static_cast<std::size_t>(active.count) > kFew && range.least < range.most) {
     Narrow(active, range, target, &before);
     active = {values_.data(), columns_.data(), weights_.data(), static_cast<std::int64_t>(values_.size())};

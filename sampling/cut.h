@@ -26,6 +26,12 @@ struct WeightedCut {
   double weight = 0;
 };
 
+/// The least and the largest of at least one value; NaN is neither.
+struct ValueRange {
+  float least, most;
+};
+ValueRange RangeOf(const float* values, std::size_t count);
+
 /// Elements of a row. Values are finite, columns ascend.
 struct ElementList {
   const float* values = nullptr;
@@ -44,11 +50,7 @@ class CutFinder {
   WeightedCut Find(const ElementList& list, double target);
 
  private:
-  struct Range {
-    float least, most;
-  };
-  static Range RangeOf(const float* values, std::size_t count);
-  void Narrow(const ElementList& list, Range range, double target, double* before);
+  void Narrow(const ElementList& list, ValueRange range, double target, double* before);
 
   // The elements left, their columns ascending.
   std::vector<float> values_;

@@ -128,11 +128,10 @@ void Row::Scan(std::int64_t piece) {
 
 void Row::FindMaximum() {
   const float* max = scratch_->max;
-  max_ = -kInfinity;
-  for (std::int64_t b = 0; b < logits_.blocks(); ++b) {
-    if (std::isnan(max[b])) FailRow(index_, "a NaN");
-    max_ = std::max(max_, max[b]);
-  }
+  int nan = 0;
+  for (std::int64_t b = 0; b < logits_.blocks(); ++b) nan |= std::isnan(max[b]) ? 1 : 0;
+  if (nan != 0) FailRow(index_, "a NaN");
+  max_ = RangeOf(max, static_cast<std::size_t>(logits_.blocks())).most;
   if (max_ == -kInfinity) FailRow(index_, "nothing but -infinity");
   if (max_ == kInfinity) ShareInfinities();
 }

@@ -15,10 +15,12 @@ inline constexpr float kLeastWorth = 64, kLeastWorthBelow = 8;
 /// The share of the mass over which the density below the boundary is taken, where there is so much.
 inline constexpr float kWindow = 0.03f;
 
+/// Eight parts of the row in turn: neighbouring runs would wait for the same line of the page table.
 template <typename T>
 MOESAIC_INLINE void SampleOf(const T* logits, std::int64_t size, float* values) {
-  constexpr std::int64_t kRuns = kSamplingSample / 16;
-  for (std::int64_t run = 0; run < kRuns; ++run) {
+  constexpr std::int64_t kRuns = kSamplingSample / 16, kParts = 8;
+  for (std::int64_t i = 0; i < kRuns; ++i) {
+    const std::int64_t run = i % kParts * (kRuns / kParts) + i / kParts;
     StoreF32(values + 16 * run, LoadLogits(logits + run * (size - 16) / (kRuns - 1) / 16 * 16));  // not across cache lines
   }
 }

@@ -8,8 +8,8 @@ namespace {
 
 using namespace moesaic;
 
-/// Bytes that are fetched ahead of what is read.
-inline constexpr std::int64_t kAhead = 4096;
+/// A scan reads from so many places in turn: memory serves several pages at a time faster than one.
+inline constexpr std::int64_t kStreams = 2;
 
 /// Block b of a row: where it lies, or the row's last part in `room`, filled up with -infinity.
 template <typename T>
@@ -103,32 +103,75 @@ MOESAIC_INLINE float BlockMax(const T* p) {
   return LargestOfLanes(Larger(Larger(largest[0], largest[1]), Larger(largest[2], largest[3])));
 }
 
-/// Called for every vector: what lies kAhead beyond it is fetched into L2, line by line, so that memory is read while sums are
-/// computed. All lines of a block at once kept the loads of the block itself waiting: 5 us a row of 152,000.
+/// Called for every vector of a block: the same one of the next block is fetched into L2, line by line, so that memory is read
+/// while sums are computed. All lines of a block at once kept the loads of the block itself waiting: 5 us a row of 152,000.
 template <typename T>
 MOESAIC_INLINE void FetchAheadOf(const T* p, int i) {
   constexpr int kVectorsALine = 4 / static_cast<int>(sizeof(T));
-  if (i % kVectorsALine == 0) __builtin_prefetch(reinterpret_cast<const char*>(p + 16 * i) + kAhead, 0, 2);
+  if (i % kVectorsALine == 0) __builtin_prefetch(p + kSamplingBlock + 16 * i, 0, 2);
+}
+
+/// scan(b) for blocks [first, last), in turn from kStreams equal parts of them.
+template <typename ScanBlock>
+MOESAIC_INLINE void ForBlocks(std::int64_t first, std::int64_t last, ScanBlock scan) {
+  const std::int64_t part = (last - first) / kStreams;
+  for (std::int64_t i = 0; i < part; ++i) {
+    for (std::int64_t stream = 0; stream < kStreams; ++stream) scan(first + stream * part + i);
+  }
+  for (std::int64_t b = first + kStreams * part; b < last; ++b) scan(b);
+}
+
+/// BlockMax of kStreams blocks, line by line from one after the other.
+template <typename T>
+MOESAIC_INLINE void MaxOfStreams(const T* const (&p)[kStreams], float (&max)[kStreams]) {
+  F32x16 largest[kStreams];
+  NanWatch nan[kStreams];
+  for (F32x16& of_stream : largest) of_stream = Broadcast(-kInfinity);
+#pragma GCC unroll 8
+  for (int i = 0; i < kBlockVectors; i += 2) {
+#pragma GCC unroll 2
+    for (int stream = 0; stream < kStreams; ++stream) {
+      FetchAheadOf(p[stream], i);
+      FetchAheadOf(p[stream], i + 1);
+      const F32x16 x = LoadLogits(p[stream] + 16 * i), y = LoadLogits(p[stream] + 16 * i + 16);
+      largest[stream] = Larger(largest[stream], Larger(x, y));
+      nan[stream].Look(x, y);
+    }
+  }
+  for (int stream = 0; stream < kStreams; ++stream) {
+    max[stream] = nan[stream].Found() ? __builtin_nanf("") : LargestOfLanes(largest[stream]);
+  }
+}
+
+template <typename T>
+inline void ScanMaxima(const T* logits, const ScanBlocksArgs& args) {
+  const std::int64_t part = (args.last - args.first) / kStreams;
+  T room[kSamplingBlock];  // for the row's last block
+  for (std::int64_t i = 0; i < part; ++i) {
+    const T* p[kStreams];
+    float max[kStreams];
+    for (std::int64_t s = 0; s < kStreams; ++s) p[s] = WholeBlock(logits, args.first + s * part + i, args.row.size, room);
+    MaxOfStreams(p, max);
+    for (std::int64_t s = 0; s < kStreams; ++s) args.max[args.first + s * part + i] = max[s];
+  }
+  for (std::int64_t b = args.first + kStreams * part; b < args.last; ++b) {
+    args.max[b] = BlockMax(WholeBlock(logits, b, args.row.size, room));
+  }
 }
 
 /// The sums come from the L1 cache, to which the maximum has brought the block.
-template <bool kSum, bool kAbove, typename T>
-inline void ScanBlocksOf(const T* logits, const ScanBlocksArgs& args) {
+template <bool kAbove, typename T>
+inline void ScanSums(const T* logits, const ScanBlocksArgs& args) {
   const Power power(args.inverse_temperature);
   const F32x16 high = Broadcast(args.high);
   T room[kSamplingBlock];
-  for (std::int64_t b = args.first; b < args.last; ++b) {
+  ForBlocks(args.first, args.last, [&](std::int64_t b) MOESAIC_INLINE_LAMBDA {
     const T* p = WholeBlock(logits, b, args.row.size, room);
-    if constexpr (!kSum) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kBlockVectors; ++i) FetchAheadOf(p, i);
-    }
     const float max = BlockMax(p);
     args.max[b] = max;
-    if constexpr (!kSum) continue;
     args.sum[b] = 0;
     if constexpr (kAbove) args.above[b] = 0;
-    if (!(max > -kInfinity && max < kInfinity)) continue;
+    if (!(max > -kInfinity && max < kInfinity)) return;
     F32x16 sums[4] = {}, sums_above[2] = {};
 #pragma GCC unroll 16
     for (int i = 0; i < kBlockVectors; ++i) {
@@ -139,13 +182,13 @@ inline void ScanBlocksOf(const T* logits, const ScanBlocksArgs& args) {
     }
     args.sum[b] = SumOfLanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
     if constexpr (kAbove) args.above[b] = SumOfLanes(sums_above[0] + sums_above[1]);
-  }
+  });
 }
 
 inline void ScanBlocks(const ScanBlocksArgs& args) {
   WithType(args.row, [&](const auto* logits) {
-    if (args.sum == nullptr) return ScanBlocksOf<false, false>(logits, args);
-    return args.above == nullptr ? ScanBlocksOf<true, false>(logits, args) : ScanBlocksOf<true, true>(logits, args);
+    if (args.sum == nullptr) return ScanMaxima(logits, args);
+    return args.above == nullptr ? ScanSums<false>(logits, args) : ScanSums<true>(logits, args);
   });
 }
 
@@ -153,7 +196,7 @@ template <typename T>
 inline void ScanCoarselyOf(const T* logits, const ScanCoarselyArgs& args) {
   const CoarsePower power(args.inverse_temperature, args.m);
   T room[kSamplingBlock];
-  for (std::int64_t b = args.first; b < args.last; ++b) {
+  ForBlocks(args.first, args.last, [&](std::int64_t b) MOESAIC_INLINE_LAMBDA {
     const T* p = WholeBlock(logits, b, args.row.size, room);
     F32x16 sums[4] = {}, largest[2] = {Broadcast(-kInfinity), Broadcast(-kInfinity)};
 #pragma GCC unroll 16
@@ -166,7 +209,7 @@ inline void ScanCoarselyOf(const T* logits, const ScanCoarselyArgs& args) {
     args.sum[b] = SumOfLanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
     // Of a NaN only the sum is sure to know; infinities leave one there too.
     args.max[b] = __builtin_isnan(args.sum[b]) ? BlockMax(p) : LargestOfLanes(Larger(largest[0], largest[1]));
-  }
+  });
 }
 
 inline void ScanCoarsely(const ScanCoarselyArgs& args) {
