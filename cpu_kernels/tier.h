@@ -59,7 +59,8 @@ struct NoStoredRows {
   static constexpr std::int64_t kMostInParts = 0, kMostStored = 0;
 };
 
-template <class Cell>
+/// @tparam kLogitStreams  of the sampler's scans (sampling/table.h)
+template <class Cell, int kLogitStreams = 1>
 constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
   constexpr bool kAlone = std::is_void_v<typename Cell::Product>;
   using Stored = std::conditional_t<kAlone, NoStoredRows, typename Cell::Product>;
@@ -89,7 +90,7 @@ constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
           ExpandAlongFeatures,
           OuterAlongFeatures,
           {RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, Fp32Gemm},
-          &kSamplingKernels};
+          &kSamplingKernels<kLogitStreams>};
 }
 
 }  // namespace

@@ -7,5 +7,5 @@ namespace moesaic {
 extern const KernelTier kTierAvx512Bf16, kTierAvx512Bf16Zen4;
 const KernelTier kTierAvx512Bf16 = MakeTier<Avx512Bf16Cell<Avx512Bf16Product>>("avx512_bf16", HostRunsAvx512Bf16ButIsNotZen4);
 // Second in the list, so that it serves Zen 4 alone, and tests run it on every host with these instructions.
-const KernelTier kTierAvx512Bf16Zen4 = MakeTier<Avx512Bf16Cell<Zen4Product>>("avx512_bf16", HostRunsAvx512Bf16);
+const KernelTier kTierAvx512Bf16Zen4 = MakeTier<Avx512Bf16Cell<Zen4Product>, 2>("avx512_bf16", HostRunsAvx512Bf16);
 }  // namespace moesaic

@@ -8,8 +8,8 @@ namespace {
 
 using namespace moesaic;
 
-/// A scan reads from so many places in turn: memory serves several pages at a time faster than one.
-inline constexpr std::int64_t kStreams = 2;
+/// Bytes that a scan in one stream fetches ahead of what it reads.
+inline constexpr std::int64_t kAhead = 4096;
 
 /// Block b of a row: where it lies, or the row's last part in `room`, filled up with -infinity.
 template <typename T>
@@ -103,16 +103,18 @@ MOESAIC_INLINE float BlockMax(const T* p) {
   return LargestOfLanes(Larger(Larger(largest[0], largest[1]), Larger(largest[2], largest[3])));
 }
 
-/// Called for every vector of a block: the same one of the next block is fetched into L2, line by line, so that memory is read
-/// while sums are computed. All lines of a block at once kept the loads of the block itself waiting: 5 us a row of 152,000.
-template <typename T>
+/// Called for every vector of a block: what lies further on in its stream, where there are several the next block, is fetched
+/// into L2, line by line, so that memory is read while sums are computed. All lines of a block at once kept the loads of the
+/// block itself waiting: 5 us a row of 152,000.
+template <int kStreams, typename T>
 MOESAIC_INLINE void FetchAheadOf(const T* p, int i) {
+  constexpr std::int64_t kDistance = kStreams > 1 ? kSamplingBlock : kAhead / static_cast<std::int64_t>(sizeof(T));
   constexpr int kVectorsALine = 4 / static_cast<int>(sizeof(T));
-  if (i % kVectorsALine == 0) __builtin_prefetch(p + kSamplingBlock + 16 * i, 0, 2);
+  if (i % kVectorsALine == 0) __builtin_prefetch(p + kDistance + 16 * i, 0, 2);
 }
 
 /// scan(b) for blocks [first, last), in turn from kStreams equal parts of them.
-template <typename ScanBlock>
+template <int kStreams, typename ScanBlock>
 MOESAIC_INLINE void ForBlocks(std::int64_t first, std::int64_t last, ScanBlock scan) {
   const std::int64_t part = (last - first) / kStreams;
   for (std::int64_t i = 0; i < part; ++i) {
@@ -122,7 +124,7 @@ MOESAIC_INLINE void ForBlocks(std::int64_t first, std::int64_t last, ScanBlock s
 }
 
 /// BlockMax of kStreams blocks, line by line from one after the other.
-template <typename T>
+template <int kStreams, typename T>
 MOESAIC_INLINE void MaxOfStreams(const T* const (&p)[kStreams], float (&max)[kStreams]) {
   F32x16 largest[kStreams];
   NanWatch nan[kStreams];
@@ -131,8 +133,8 @@ MOESAIC_INLINE void MaxOfStreams(const T* const (&p)[kStreams], float (&max)[kSt
   for (int i = 0; i < kBlockVectors; i += 2) {
 #pragma GCC unroll 2
     for (int stream = 0; stream < kStreams; ++stream) {
-      FetchAheadOf(p[stream], i);
-      FetchAheadOf(p[stream], i + 1);
+      FetchAheadOf<kStreams>(p[stream], i);
+      FetchAheadOf<kStreams>(p[stream], i + 1);
       const F32x16 x = LoadLogits(p[stream] + 16 * i), y = LoadLogits(p[stream] + 16 * i + 16);
       largest[stream] = Larger(largest[stream], Larger(x, y));
       nan[stream].Look(x, y);
@@ -143,29 +145,32 @@ MOESAIC_INLINE void MaxOfStreams(const T* const (&p)[kStreams], float (&max)[kSt
   }
 }
 
-template <typename T>
+template <int kStreams, typename T>
 inline void ScanMaxima(const T* logits, const ScanBlocksArgs& args) {
-  const std::int64_t part = (args.last - args.first) / kStreams;
+  const std::int64_t part = kStreams > 1 ? (args.last - args.first) / kStreams : 0;
   T room[kSamplingBlock];  // for the row's last block
   for (std::int64_t i = 0; i < part; ++i) {
     const T* p[kStreams];
     float max[kStreams];
     for (std::int64_t s = 0; s < kStreams; ++s) p[s] = WholeBlock(logits, args.first + s * part + i, args.row.size, room);
-    MaxOfStreams(p, max);
+    MaxOfStreams<kStreams>(p, max);
     for (std::int64_t s = 0; s < kStreams; ++s) args.max[args.first + s * part + i] = max[s];
   }
   for (std::int64_t b = args.first + kStreams * part; b < args.last; ++b) {
-    args.max[b] = BlockMax(WholeBlock(logits, b, args.row.size, room));
+    const T* p = WholeBlock(logits, b, args.row.size, room);
+#pragma GCC unroll 16
+    for (int i = 0; i < kBlockVectors; ++i) FetchAheadOf<kStreams>(p, i);
+    args.max[b] = BlockMax(p);
   }
 }
 
 /// The sums come from the L1 cache, to which the maximum has brought the block.
-template <bool kAbove, typename T>
+template <int kStreams, bool kAbove, typename T>
 inline void ScanSums(const T* logits, const ScanBlocksArgs& args) {
   const Power power(args.inverse_temperature);
   const F32x16 high = Broadcast(args.high);
   T room[kSamplingBlock];
-  ForBlocks(args.first, args.last, [&](std::int64_t b) MOESAIC_INLINE_LAMBDA {
+  ForBlocks<kStreams>(args.first, args.last, [&](std::int64_t b) MOESAIC_INLINE_LAMBDA {
     const T* p = WholeBlock(logits, b, args.row.size, room);
     const float max = BlockMax(p);
     args.max[b] = max;
@@ -175,7 +180,7 @@ inline void ScanSums(const T* logits, const ScanBlocksArgs& args) {
     F32x16 sums[4] = {}, sums_above[2] = {};
 #pragma GCC unroll 16
     for (int i = 0; i < kBlockVectors; ++i) {
-      FetchAheadOf(p, i);
+      FetchAheadOf<kStreams>(p, i);
       const F32x16 x = LoadLogits(p + 16 * i), weight = power(x - max);
       sums[i % 4] += weight;
       if constexpr (kAbove) sums_above[i % 2] = AddAbove(sums_above[i % 2], x, high, weight);
@@ -185,23 +190,24 @@ inline void ScanSums(const T* logits, const ScanBlocksArgs& args) {
   });
 }
 
+template <int kStreams>
 inline void ScanBlocks(const ScanBlocksArgs& args) {
   WithType(args.row, [&](const auto* logits) {
-    if (args.sum == nullptr) return ScanMaxima(logits, args);
-    return args.above == nullptr ? ScanSums<false>(logits, args) : ScanSums<true>(logits, args);
+    if (args.sum == nullptr) return ScanMaxima<kStreams>(logits, args);
+    return args.above == nullptr ? ScanSums<kStreams, false>(logits, args) : ScanSums<kStreams, true>(logits, args);
   });
 }
 
-template <typename T>
+template <int kStreams, typename T>
 inline void ScanCoarselyOf(const T* logits, const ScanCoarselyArgs& args) {
   const CoarsePower power(args.inverse_temperature, args.m);
   T room[kSamplingBlock];
-  ForBlocks(args.first, args.last, [&](std::int64_t b) MOESAIC_INLINE_LAMBDA {
+  ForBlocks<kStreams>(args.first, args.last, [&](std::int64_t b) MOESAIC_INLINE_LAMBDA {
     const T* p = WholeBlock(logits, b, args.row.size, room);
     F32x16 sums[4] = {}, largest[2] = {Broadcast(-kInfinity), Broadcast(-kInfinity)};
 #pragma GCC unroll 16
     for (int i = 0; i < kBlockVectors; ++i) {
-      FetchAheadOf(p, i);
+      FetchAheadOf<kStreams>(p, i);
       const F32x16 x = LoadLogits(p + 16 * i);
       largest[i % 2] = Larger(largest[i % 2], x);
       sums[i % 4] += power(x);
@@ -212,8 +218,9 @@ inline void ScanCoarselyOf(const T* logits, const ScanCoarselyArgs& args) {
   });
 }
 
+template <int kStreams>
 inline void ScanCoarsely(const ScanCoarselyArgs& args) {
-  WithType(args.row, [&](const auto* logits) { ScanCoarselyOf(logits, args); });
+  WithType(args.row, [&](const auto* logits) { ScanCoarselyOf<kStreams>(logits, args); });
 }
 
 inline void BlockMass(const BlockMassArgs& args) {
