@@ -1,7 +1,6 @@
 #include "moe/backward.h"
 
 #include <algorithm>
-#include <array>
 #include <vector>
 
 #include "cpu_kernels/tensor_access.h"
@@ -61,8 +60,9 @@ BackwardPass::BackwardPass(const LayerConfig& config, const PackedWeights& weigh
   auto* used = carver.Take<std::uint8_t>(slots);
   if (parts > 0) shard_d_weights_ = carver.Take<float>(parts * slots);
   const std::int64_t count = routing[config.num_experts];
-  std::fill(used, used + slots, count == slots ? std::uint8_t{1} : std::uint8_t{0});
-  for (std::int64_t s = 0; s < count && count < slots; ++s) used[routing[config.num_experts + 1 + s]] = 1;
+  const bool all = count == slots;  // each slot is there once
+  std::fill(used, used + slots, all ? std::uint8_t{1} : std::uint8_t{0});
+  for (std::int64_t s = 0; !all && s < count; ++s) used[routing[config.num_experts + 1 + s]] = 1;
   slot_used_ = used;
 }
 

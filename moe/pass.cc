@@ -352,14 +352,14 @@ void Pass::AddEdges(Tasks before, TaskId after) {
   for (std::int64_t i = 0; i < before.count; ++i) graph.AddEdge(before[i], after);
 }
 
-TaskId Pass::AddJob(void* context, std::int64_t job, std::span<const Stage> stages, TaskId start, StageTasks& sums) {
+TaskId Pass::AddJob(void* context, std::int64_t job, std::span<const Stage> stages, TaskId start, TaskRanges& sums) {
   const std::int64_t previous = jobs[job].previous;
-  std::swap(sums, previous_sums_);
-  sums.clear();
   // The same ranges as in the expert's previous job, or else all of that job's sums come first.
   const bool same_ranges = previous >= 0 && PartSize(job, Cut::kIntermediate) == PartSize(previous, Cut::kIntermediate) &&
                            PartSize(job, Cut::kHidden) == PartSize(previous, Cut::kHidden);
-  const TaskId all_sums = previous >= 0 && !same_ranges && !previous_sums_.empty() ? Join(previous_sums_) : -1;
+  const TaskId all_sums = previous >= 0 && !same_ranges && !sums.empty() ? Join(sums) : -1;
+  if (previous < 0) sums.clear();
+  std::size_t sum = 0;     // of the stages that add up
   Tasks before{start, 1};  // the last stage that is waited for
   for (const Stage& stage : stages) {
     const std::int64_t parts = PartsOf(job, stage.cut);
@@ -369,12 +369,13 @@ TaskId Pass::AddJob(void* context, std::int64_t job, std::span<const Stage> stag
     for (std::int64_t part = 0; part < parts; ++part) {
       const TaskId task = graph.Add(stage.function, context, TaskIndex::Encode(job, part));
       AddEdges(matched ? Tasks{before[part], 1} : before, task);
-      if (stage.sums && previous >= 0) graph.AddEdge(same_ranges ? previous_sums_[sums.size()][part] : all_sums, task);
+      if (stage.sums && previous >= 0) graph.AddEdge(same_ranges ? sums[sum][part] : all_sums, task);
     }
     job_tasks_ += parts;
     if (stage.swept) swept_.push_back(tasks);
     if (stage.sums) {
-      sums.push_back(tasks);
+      if (previous < 0) sums.push_back(tasks);
+      sums[sum++] = tasks;
     } else {
       before = tasks;
     }
@@ -399,8 +400,8 @@ TaskId Pass::AddJobs(void* context, std::span<const Stage> stages, TaskId before
   const bool pack = lora.any(), write = lora.wants_any();
   const auto num_shards = static_cast<std::int64_t>(shards.size());
   std::vector<TaskId> job_ends(jobs.size()), slot_ends(group_slots_, -1), packed(shards.size(), -1);
-  StageTasks ends, all;
-  std::vector<StageTasks> sums(shards.size());
+  TaskRanges ends, all;
+  std::vector<TaskRanges> sums(shards.size());
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const JobGroup& group = groups[g];
     if (group.jobs == 0 && !write) continue;

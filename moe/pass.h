@@ -170,14 +170,7 @@ class Pass {
   TaskId AddJobs(void* context, std::span<const Stage> stages, TaskId before = -1);
   /// Tasks 0 to count - 1 of a sweep, after one, and one that ends after all of them.
   TaskId AddSweep(void* context, TaskFunction function, std::int64_t count, TaskId after);
-  /// Tasks that were added one after the other.
-  struct Tasks {
-    TaskId first;
-    std::int64_t count;
-    TaskId operator[](std::int64_t i) const { return first + static_cast<TaskId>(i); }
-  };
-  /// Ends after all of them.
-  TaskId Join(std::span<const Tasks> tasks);
+  /// Ends after both.
   TaskId Join(TaskId a, TaskId b) { return Join(std::array{Tasks{a, 1}, Tasks{b, 1}}); }
   /// Ends after all stages that are `swept`.
   TaskId Swept() { return Join(swept_); }
@@ -220,11 +213,19 @@ class Pass {
   std::int64_t PartSize(std::int64_t job, Cut cut) const;
   /// A task that begins something of a shard: where there are several, on its node.
   TaskId AddOfShard(TaskFunction function, std::int64_t index, std::int64_t shard, TaskGraph::Start start);
-  /// Stage by stage.
-  using StageTasks = std::vector<Tasks>;
+  /// Tasks that were added one after the other.
+  struct Tasks {
+    TaskId first;
+    std::int64_t count;
+    TaskId operator[](std::int64_t i) const { return first + static_cast<TaskId>(i); }
+  };
+  using TaskRanges = std::vector<Tasks>;
   void AddEdges(Tasks before, TaskId after);
-  /// Tasks of one job, and its end; `sums` are those of the job before it of the same expert and shard, and then of this one.
-  TaskId AddJob(void* context, std::int64_t job, std::span<const Stage> stages, TaskId start, StageTasks& sums);
+  /// Ends after all of them.
+  TaskId Join(std::span<const Tasks> tasks);
+  /// Adds the tasks of one job and returns its end. `sums`: by stage that adds up, the tasks of the job before it of the same
+  /// expert and shard, and then those of this one.
+  TaskId AddJob(void* context, std::int64_t job, std::span<const Stage> stages, TaskId start, TaskRanges& sums);
   /// The phase that packing an adapter's matrix counts for.
   Phase PhaseThatReads(LoraMatrix m) const;
   static void BeginJob(void* pass, std::int64_t job, int worker);
@@ -252,8 +253,7 @@ class Pass {
   PartSizes part_sizes_{}, tail_part_sizes_{};
   std::int64_t first_tail_job_ = 0;
   std::int64_t job_tasks_ = 0;  ///< of all stages of all jobs
-  StageTasks swept_;
-  StageTasks previous_sums_;                           ///< scratch of AddJob
+  TaskRanges swept_;
   std::int64_t job_slots_ = 1;                         ///< of each shard
   std::vector<std::unique_ptr<SlotPool>> free_slots_;  ///< by shard
   std::vector<std::int64_t> slot_of_job_;

@@ -68,8 +68,8 @@ std::int64_t ThreadScratchBytes();
 /// Bound on everything here but what grows with T (`rows`, `in_place`, `tokens`, `dense`, `dense_hidden`), and on the threads'
 /// scratch: 64 MiB + 8 MiB a thread. It is kept for every layer of which one job, one expert's adapters with their gradients'
 /// sums, and the threads' scratch fit; where they do not, as with rank 256 on the largest experts and few threads, they take
-/// what they need. A thread keeps the most scratch that any layer has asked of it, so one that nearly fills the bound may
-/// exceed it by that difference after a wider one.
+/// what they need. A thread keeps the most scratch that any layer has asked of it: after a wider layer, one that nearly
+/// fills the bound may exceed it by the difference of the two layers' scratch.
 std::int64_t ScratchBudget(int threads);
 /// What of it activations of the jobs in flight, and packed adapters with their gradients' sums, may take.
 std::int64_t JobBudget(int threads);

@@ -2,10 +2,14 @@
 //
 // A row holds V logits x. With a temperature T > 0 the distribution is p = softmax(x' / T), where x' are the logits after the
 // penalties. Filters cut it in this order, that of transformers, each on what the ones before left, renormalised:
-//   top_k      the k most probable tokens
-//   top_p      the fewest most probable tokens whose probabilities reach top_p: a token stays while those before it sum up to
-//   less min_p      tokens at least min_p times as probable as the most probable one typical_p  the fewest tokens nearest to
-//   the entropy, |-log p - H| ascending, whose probabilities reach typical_p
+//   top_k: the k most probable tokens
+//
+//   top_p: the fewest most probable tokens whose probabilities reach it; a token stays while those before it sum up to less
+//
+//   min_p: tokens at least so many times as probable as the most probable one
+//
+//   typical_p: the fewest tokens nearest to the entropy, |-log p - H| ascending, whose probabilities reach it
+//
 // Order and ties: larger logits first, of equal ones (-0 = +0) the lower column first; so top_k keeps exactly k. typical_p:
 // equal distances by column. The sets are exact: where the sums of the fast passes leave a doubt, the row is summed again in
 // double precision.

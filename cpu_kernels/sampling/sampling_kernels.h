@@ -3,7 +3,7 @@
 //
 // A row is V logits x side by side, none of them NaN or +infinity where a sum is asked for; T > 0 is the temperature. Block b
 // holds columns [256 b, min(256 (b + 1), V)). What a kernel computes of a block depends on nothing else, so a row may be cut
-// between blocks in any way: the results are bitwise the same.
+// between blocks in any way: the results are bitwise the same, but for the sign of a maximum of zero.
 //
 // Threads: kernels keep no state. Errors: none; arguments are what sampling/ has validated.
 #pragma once

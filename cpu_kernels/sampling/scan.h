@@ -103,8 +103,8 @@ MOESAIC_INLINE float BlockMax(const T* p) {
   return LargestOfLanes(Larger(Larger(largest[0], largest[1]), Larger(largest[2], largest[3])));
 }
 
-/// Called for every vector of a block: what lies further on in its stream, where there are several the next block, is fetched
-/// into L2, line by line, so that memory is read while sums are computed. All lines of a block at once kept the loads of the
+/// Called for every vector of a block: fetches into L2, line by line, what its stream reads later (with several streams their
+/// next block), so that memory is read while sums are computed. All lines of a block at once kept the loads of the
 /// block itself waiting: 5 us a row of 152,000.
 template <int kStreams, typename T>
 MOESAIC_INLINE void FetchAheadOf(const T* p, int i) {
@@ -131,7 +131,7 @@ MOESAIC_INLINE void MaxOfStreams(const T* const (&p)[kStreams], float (&max)[kSt
   for (F32x16& of_stream : largest) of_stream = Broadcast(-kInfinity);
 #pragma GCC unroll 8
   for (int i = 0; i < kBlockVectors; i += 2) {
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int stream = 0; stream < kStreams; ++stream) {
       FetchAheadOf<kStreams>(p[stream], i);
       FetchAheadOf<kStreams>(p[stream], i + 1);

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 import moesaic
+from moesaic import _core
 from moesaic.cli import main
+from moesaic.perf import calibration
 from moesaic.profiles import document as doc
 from moesaic.profiles.compare import compare
 
@@ -206,6 +208,28 @@ def test_diff_tells_a_slower_phase_from_noise(recorded: doc.Document) -> None:
     assert rows["merge"]["verdict"] == "same"
     back = {row["phase"]: row for row in compare(with_steps(1.5), with_steps(1.0))}
     assert back["D3_gemm"]["verdict"] == "faster"
+
+
+def test_diff_without_steps_keeps_gate_and_up_apart(recorded: doc.Document) -> None:
+    before = dict(recorded, steps=[])
+    slower = [dict(row) for row in recorded["phases"]]
+    gate = next(row for row in slower if row["name"] == "dB" and row["category"] == "GU3_lora_pass_gate")
+    gate["thread_ms"] += 100
+    rows = {row["phase"]: row for row in compare(before, dict(before, phases=slower))}
+    assert rows["GU3_lora_pass_gate/dB"]["change_ms"] == pytest.approx(100)
+    assert rows["GU3_lora_pass_up/dB"]["change_ms"] == 0 and rows["GU3_lora_pass_up/dB"]["verdict"] == "?"
+
+
+def test_python_names_all_phases() -> None:
+    """What PARENTS and the model's groups of phases leave out would be counted twice, or not at all."""
+    rows = [row for row in _core.timers_snapshot() if row["category"] not in ("sample", "fused")]
+    holders = {row["category"] for row in rows} & {row["name"] for row in rows}
+    assert {"backward", "GU3_lora_pass_up"} <= holders <= doc.PARENTS
+    fitted = {name for names in calibration._TIMERS.values() for name in names}
+    leaves = {row["name"] for row in rows if row["category"] in holders} - holders
+    # What a call costs besides its stages, and what is timed with another phase.
+    assert leaves - fitted == {"allocate", "D0_prepare", "GU0_prepare", "pack_dG", "pack_intermediate"}
+    assert fitted <= leaves
 
 
 _STEADY = """

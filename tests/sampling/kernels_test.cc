@@ -72,18 +72,53 @@ TEST_P(SamplingKernelsTest, ScanFindsNanAndInfinity) {
     for (const std::size_t place : {0u, 100u, 255u, 256u, 270u}) {
       std::vector<float> x(271, 1.0f);
       x[place] = special;
-      float max[2], sum[2];
-      Kernels().scan_blocks({{x.data(), DType::kFloat32, 271}, 0, 2, 1, max, sum});
-      const std::size_t b = place / 256;
-      EXPECT_TRUE(std::isnan(special) ? std::isnan(max[b]) : max[b] == kInfinity) << place;
-      EXPECT_EQ(max[1 - b], 1.0f);
+      for (const bool with_sum : {false, true}) {
+        float max[2], sum[2];
+        Kernels().scan_blocks({{x.data(), DType::kFloat32, 271}, 0, 2, 1, max, with_sum ? sum : nullptr});
+        const std::size_t b = place / 256;
+        EXPECT_TRUE(std::isnan(special) ? std::isnan(max[b]) : max[b] == kInfinity) << place;
+        EXPECT_EQ(max[1 - b], 1.0f);
+      }
+    }
+  }
+}
+
+/// Bitwise, but for the sign of a maximum of zero, of which normal numbers have none.
+TEST_P(SamplingKernelsTest, ScansOfPiecesAreThoseOfTheWhole) {
+  constexpr std::int64_t kBlocks = 23;
+  std::mt19937 random(5);
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    const TypedRow data(kBlocks * kSamplingBlock - 100, dtype, 3, 7);
+    struct Results {
+      std::vector<float> maxima, max, sum, above, coarse_max, coarse_sum;
+      bool operator==(const Results&) const = default;
+    };
+    const auto scan = [&](const std::vector<std::int64_t>& cuts) {
+      const std::vector<float> none(kBlocks, -1.0f);
+      Results r{none, none, none, none, none, none};
+      for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
+        const std::int64_t first = cuts[i], last = cuts[i + 1];
+        Kernels().scan_blocks({data.row, first, last, 0.8, r.maxima.data(), nullptr});
+        Kernels().scan_blocks({data.row, first, last, 0.8, r.max.data(), r.sum.data(), r.above.data(), 0.5f});
+        Kernels().scan_coarsely({data.row, first, last, 0.8, 2.0f, r.coarse_max.data(), r.coarse_sum.data()});
+      }
+      return r;
+    };
+    const Results whole = scan({0, kBlocks});
+    EXPECT_EQ(whole.maxima, whole.max);
+    EXPECT_EQ(whole.maxima, whole.coarse_max);
+    for (int trial = 0; trial < 50; ++trial) {
+      std::vector<std::int64_t> cuts{0, kBlocks};
+      for (int i = 0; i < 3; ++i) cuts.push_back(static_cast<std::int64_t>(random() % (kBlocks + 1)));
+      std::sort(cuts.begin(), cuts.end());
+      ASSERT_TRUE(scan(cuts) == whole) << testing::PrintToString(cuts);
     }
   }
 }
 
 TEST_P(SamplingKernelsTest, CollectTakesWhatIsBetween) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    for (const std::int64_t size : {1, 16, 31, 256, 700}) {
+    for (const std::int64_t size : {1, 16, 31, 256, 257, 700, 1000, 2000}) {
       const TypedRow data(size, dtype, 2, static_cast<unsigned>(size) + 1);
       const std::int64_t blocks = data.row.blocks();
       std::vector<float> max(static_cast<std::size_t>(blocks));

@@ -31,7 +31,7 @@ left out, with the reason. Exits 1 if --verify finds a wrong number."""
 
 _PEERS_HELP = """\
 torch_loop, torch_grouped_mm (torch: both); onednn: the loop on weights that oneDNN packed before; kt_kernel, with a
-second copy of the weights, and kt_kernel_repack, without (kt-kernel: both); all"""
+second copy of the weights, and kt_kernel_repack, without (kt-kernel: both); all (default: none)"""
 
 _BARS_HELP = """\
 also, in turn with the rest: without LoRA; two adapters and one of twice the rank, into .grad; and what of backward is

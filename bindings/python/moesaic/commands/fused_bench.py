@@ -59,7 +59,9 @@ def add_parser(benches: Any) -> None:
     options.add_clock(parser)
     parser.add_argument("--warmup", type=options.non_negative, default=2, metavar="W", help="default 2")
     parser.add_argument("--reps", type=options.positive, default=10, metavar="R", help="default 10")
-    parser.add_argument("--peers", default="", metavar="NAME[,NAME...]", help="torch, compile, onednn; all")
+    parser.add_argument(
+        "--peers", default="", metavar="NAME[,NAME...]", help="torch, compile, onednn; all (default: none)"
+    )
     parser.add_argument(
         "--archive",
         nargs="?",

@@ -109,7 +109,7 @@ def _wrapper_class() -> Any:
     except ModuleNotFoundError as error:
         # Its own name, or that of something that it needs and that pip install --no-deps leaves out.
         what = "kt-kernel is" if error.name == "kt_kernel" else f"kt-kernel needs {error.name}, which is"
-        raise UnavailableError(f"{what} not installed (pip install 'moesaic[kt]')") from None
+        raise UnavailableError(f"{what} not installed (pip install 'kt-kernel>=0.7')") from None
     except Exception as error:  # whatever its search for a variant of this host ends in
         raise UnavailableError(f"kt-kernel does not load here: {_first_line(error)}") from error
     return KTMoEWrapper

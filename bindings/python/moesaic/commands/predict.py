@@ -39,13 +39,15 @@ def add_parser(commands: Any) -> None:
     )
     what.add_argument("--rank", type=options.rank, metavar="R", help="of the adapters (default 0; train: 16)")
     what.add_argument("--recompute", action="store_true", help="train with activation checkpointing")
-    what.add_argument("--routing", default="uniform", metavar="LAW", help="uniform, zipf:S or concentrated:N")
+    what.add_argument(
+        "--routing", default="uniform", metavar="LAW", help="uniform, zipf:S or concentrated:N (default uniform)"
+    )
     where = parser.add_argument_group("where")
     where.add_argument(
         "--machine",
         default="here",
         metavar="M",
-        help="here, a file, or a name that `moesaic tune` lists (default here)",
+        help="here, a file, or the name of a description that comes with the package, as emr-16c (default here)",
     )
     where.add_argument("--threads", type=options.threads, metavar="N", help="of a device (default: all it has)")
     where.add_argument("--nodes", type=options.positive, default=1, metavar="N", help="default 1")
@@ -58,12 +60,23 @@ def add_parser(commands: Any) -> None:
             help=f"links {inside}: GB/s each way, latency, how many, others' share (default {default:g},{latency:g})",
         )  # fmt: skip
     how = parser.add_argument_group("how")
-    how.add_argument("--strategy", choices=("auto", "column", "row", "hybrid", "expert"), default="auto")
+    how.add_argument(
+        "--strategy",
+        choices=("auto", "column", "row", "hybrid", "expert"),
+        default="auto",
+        help="how devices share a block; auto: the fastest for each (default auto)",
+    )
     how.add_argument("--no-overlap", action="store_true", help="communication waits for computing")
     how.add_argument("--granularity", choices=("coarse", "fine"), default="fine", help="default fine")
     how.add_argument("--precise", choices=("yes", "no"), default="yes", help="no: closed formulas only")
     how.add_argument("--no-prewarm", action="store_true", help="evaluate products when they are asked for")
-    how.add_argument("--max-simulated-tokens", type=options.positive, default=64, metavar="N", help="default 64")
+    how.add_argument(
+        "--max-simulated-tokens",
+        type=options.positive,
+        default=64,
+        metavar="N",
+        help="decoded tokens computed one by one; later ones count as the last of them (default 64)",
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with a time line and sliders")
     check = parser.add_argument_group("predictions against this host")
     check.add_argument("--check", action="store_true", help="run what is predicted, and compare")
@@ -72,10 +85,13 @@ def add_parser(commands: Any) -> None:
     check.add_argument("--only", choices=("gemm", "layer", "step"), action="append", help="only these parts")
     check.add_argument("--reps", type=options.positive, default=7, metavar="R", help="repetitions (default 7)")
     check.add_argument(
-        "--seconds", type=options.positive, default=12, metavar="S", help="for those of a case (default 12)"
+        "--seconds", type=options.positive, default=12, metavar="S", help="for a case to be undisturbed in (default 12)"
     )
     check.add_argument(
-        "--statistic", choices=("median", "least"), default="median", help="of them; least where others use the host"
+        "--statistic",
+        choices=("median", "least"),
+        default="median",
+        help="which of the repetitions counts; least where others use the host (default median)",
     )
     check.add_argument(
         "--disturbed",

@@ -25,7 +25,7 @@ from moesaic.profiles.compare import compare
 from moesaic.profiles.system import USAGE
 
 _DESCRIPTION = """\
-Runs a program and reports where the engine's time went:  moesaic profile [-o run.json] -- python train.py
+Runs a program and reports where the engine's time went, as in `moesaic profile -o run.json -- python train.py`.
 With `show run.json` it prints a recording again or turns it into another form, and with `diff a.json b.json` it says
 which phase got slower, and by how much more than its noise. The exit code is the program's; 1 if there is nothing to
 report."""

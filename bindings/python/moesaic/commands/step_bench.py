@@ -198,7 +198,9 @@ def _model(sizes: dict[str, Any], rank: int) -> nn.Module:
 
         import moesaic.hf
     except ImportError as error:
-        raise CommandError(f"bench step needs transformers and PEFT (pip install 'moesaic[hf]'): {error}") from None
+        raise CommandError(
+            f"bench step needs transformers and PEFT (pip install 'transformers>=5.7' 'peft>=0.19'): {error}"
+        ) from None
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**_COMMON, **sizes), dtype=torch.bfloat16)
     moesaic.hf.prepare(model, progress=False)

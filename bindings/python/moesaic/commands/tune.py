@@ -33,14 +33,19 @@ def add_parser(commands: Any) -> None:
     what.add_argument(
         "--tokens",
         type=several(positive),
-        help="prefill and train: tokens of a sequence; decode: sequences at a time; commas between several",
+        help="prefill and train: tokens of a sequence; decode: sequences at a time; commas between several"
+        " (default: 128,1024,4096; decode: 1,8,32; train: 1024,4096)",
     )
     what.add_argument("--batch", type=several(positive), default=[1], help="sequences at a time (default: 1)")
     what.add_argument("--tensor-parallel", type=several(positive), default=[1], metavar="N,N", help="ways to split")
     what.add_argument("--lora-rank", type=rank, default=0, help="of an adapter on the experts (default: none)")
-    what.add_argument("--routing", default="uniform", help="uniform, zipf:S or concentrated:N")
+    what.add_argument("--routing", default="uniform", help="uniform, zipf:S or concentrated:N (default: uniform)")
     where = parser.add_argument_group("on which machine")
-    where.add_argument("--machine", default="here", help="here, a name, or a file (default: here)")
+    where.add_argument(
+        "--machine",
+        default="here",
+        help="here, a file, or the name of a description that comes with the package, as emr-16c (default: here)",
+    )
     where.add_argument("--threads", type=threads, help="of the engine there (default: all)")
     where.add_argument("--measured", action="store_true", help="run the best few of each shape and keep the fastest")
     where.add_argument("--published", action="store_true", help="1,800 candidates a shape instead of the pruned ones")

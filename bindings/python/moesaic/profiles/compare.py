@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from moesaic.profiles.document import PARENTS, Document
+from moesaic.profiles.document import PARENTS, Document, key_of
 
 __all__ = ["compare"]
 
@@ -38,7 +38,7 @@ def _samples(document: Document) -> dict[str, list[float]]:
     """Times by phase, one for each steady step; a phase that did not run in a step took nothing."""
     steps = [step for step in document["steps"] if not step["first"]] or document["steps"]
     if not steps:
-        rows = {row["name"]: [row["thread_ms"]] for row in document["phases"] if row["name"] not in PARENTS}
+        rows = {key_of(row): [row["thread_ms"]] for row in document["phases"] if row["name"] not in PARENTS}
         return {"(wall clock)": [document["wall_ms"]], **rows}
     names = {name for step in steps for name in step["phases"] if name not in PARENTS}
     samples = {name: [step["phases"].get(name, 0.0) for step in steps] for name in names}
