@@ -83,4 +83,4 @@ def test_calls_alone_are_those_of_the_step():
 def test_without_transformers(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     assert cli.main(["bench", "step", "--model", "tiny"]) == 1
-    assert "pip install 'moesaic[hf]'" in capsys.readouterr().err
+    assert "pip install 'transformers>=5.7' 'peft>=0.19'" in capsys.readouterr().err
