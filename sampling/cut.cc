@@ -15,8 +15,8 @@ constexpr std::size_t kMostBins = 1024;
 /// Eight lanes, so that one comparison need not wait for the other.
 ValueRange RangeOf(const float* values, std::size_t count) {
   std::array<float, 8> least, most;
-  least.fill(std::numeric_limits<float>::infinity());
-  most.fill(-std::numeric_limits<float>::infinity());
+  least.fill(values[0]);
+  most.fill(values[0]);
   std::size_t i = 0;
   for (; i + 8 <= count; i += 8) {
     for (std::size_t lane = 0; lane < 8; ++lane) {
@@ -26,8 +26,8 @@ ValueRange RangeOf(const float* values, std::size_t count) {
     }
   }
   for (; i < count; ++i) {
-    least[0] = values[i] < least[0] ? values[i] : least[0];
-    most[0] = values[i] > most[0] ? values[i] : most[0];
+    least[0] = std::min(least[0], values[i]);
+    most[0] = std::max(most[0], values[i]);
   }
   return {*std::min_element(least.begin(), least.end()), *std::max_element(most.begin(), most.end())};
 }

@@ -26,7 +26,7 @@ struct WeightedCut {
   double weight = 0;
 };
 
-/// The least and the largest of at least one value; NaN is neither.
+/// The least and the largest of at least one value, none of them NaN.
 struct ValueRange {
   float least, most;
 };

@@ -139,7 +139,7 @@ MOESAIC_INLINE void RowPairsOfRows(const BFloat16* const* rows, BFloat16* low, B
 inline constexpr std::int64_t kPrefetchTiles = 16;
 
 /// Where tiles of pairs go, 64 KB for sixteen rows of 2,048, has left the caches since it was last used: stores would wait for
-/// line after line. This many tiles are fetched ahead. (4 and 12 take as long within a twentieth.)
+/// line after line. This many tiles are fetched ahead. (12 instead of 4: 1 to 7% less.)
 inline constexpr std::int64_t kTargetsAhead = 8;
 
 /// Sixteen rows that need no scaling: zeros where there is none.

@@ -7,9 +7,8 @@
 
 namespace {
 
-/// @tparam kStreams  places of a row that a scan reads from in turn. Zen 4's memory serves two pages at a time faster than one,
-/// but for bf16 on
-///                   two threads; Intel's processors lose with more than one (docs/EXPERIMENTS.md, "A row from two places").
+/// kStreams: places of a row that a scan reads from in turn. Two are faster on Zen 4, but for bf16 on two threads, and slower
+/// on Intel's processors; Zen 5 was not measured (docs/EXPERIMENTS.md, "A row from two places").
 template <int kStreams>
 inline constexpr SamplingKernels kSamplingKernels = {
     Sample,         EstimateTopP, ScanBlocks<kStreams>, ScanCoarsely<kStreams>, BlockMass, Collect, Weights,
