@@ -4,11 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
-#include <span>
 #include <utility>
 
 #include "cpu_kernels/gemm/cell.h"
+#include "cpu_kernels/gemm/unpack_stream.h"
 #include "cpu_kernels/simd.h"
 
 namespace {
@@ -397,120 +396,12 @@ void UnpackedColumn(const UnpackGemmArgs& args, const ColumnOrder& at, const BFl
   behind.Finish();
 }
 
-/// Right tiles on their way through L1, for activations that one cell takes whole: each pair of them, low and high, is unpacked
-/// kLead steps before its only use, column after column.
-class UnpackRing {
- public:
-  static constexpr Passing kPassing = Passing::kLeft;
-  static constexpr std::int64_t kPairs = 4;  ///< 8 KB
-  static constexpr int kLead = 2;
-  static constexpr int kMostRuns = 256;
-  static constexpr std::int64_t kLinesAhead = 256;  ///< of weights on their way to L2
-
-  /// @param args  without depth
-  explicit UnpackRing(const UnpackGemmArgs& args)
-      : args_(args), at_(args), tiles_(args, at_), ahead_(args, at_), left_(at_.done() ? 0 : at_.depth()) {
-    ahead_.Allow(std::numeric_limits<std::int64_t>::max());
-    TilesAhead::Steps(ahead_).Next(kLinesAhead);
-    for (int i = 0; i < kLead; ++i) Step();
-  }
-
-  /// Whether Runs' places hold a column.
-  static bool Holds(const UnpackGemmArgs& args) {
-    std::int64_t runs = 0;
-    for (const GemmSegment& segment : args.segments) runs += CeilDiv(segment.weights.panels, 2 * kPairs) + 1;
-    return runs <= kMostRuns;
-  }
-
-  struct Steps {
-    MOESAIC_INLINE explicit Steps(UnpackRing& ring) : ring(ring) {}
-    MOESAIC_INLINE void NextRun() {}
-    MOESAIC_INLINE void Next() { ring.Step(); }
-    UnpackRing& ring;
-  };
-
-  MOESAIC_INLINE void Step() {
-    if (left_ == 0) return;
-    BFloat16* low = ring_ + written_ * 2 * kTileElements;
-    BFloat16* high = low + kTileElements;
-    for (std::int64_t half = 0; half < kTileElements; half += kTileElements / 2) {
-      InterleaveRowPairs<kPanelRows / 2>(tiles_.Next(decoded_), low + half, high + half);
-    }
-    TilesAhead::Steps(ahead_).Next(2 * TilesAhead::kLinesOfTile);
-    written_ = (written_ + 1) % kPairs;
-    if (--left_ == 0) NextColumn();
-  }
-
-  /// The next column: what a cell multiplies with `na` panels of the activations.
-  std::span<const CellRun> Runs(int na) {
-    if (begin_ != runs_begin_) Build(na);
-    begin_ = (begin_ + length_) % kPairs;
-    return {runs_, static_cast<std::size_t>(count_)};
-  }
-
- private:
-  [[gnu::noinline]] void NextColumn() {
-    at_.Next();
-    if (at_.done()) return;
-    tiles_ = ColumnTiles(args_, at_);
-    left_ = at_.depth();
-  }
-
-  void Build(int na) {
-    runs_begin_ = begin_;
-    count_ = 0;
-    length_ = 0;
-    for (const GemmSegment& segment : args_.segments) {
-      const std::int64_t tiles = CeilDiv(segment.weights.panels, 2);
-      for (std::int64_t k = 0; k < tiles;) {
-        const std::int64_t slot = (begin_ + length_) % kPairs;
-        CellRun& run = runs_[count_++];
-        run.length = Least(kPairs - slot, tiles - k);
-        run.a_stride = segment.activations.column_stride * kTileElements;
-        run.b_stride = 2 * kTileElements;
-        for (int a = 0; a < na; ++a) run.a[a] = segment.activations.Tile(args_.first_panel + a, k);
-        for (int b = 0; b < 2; ++b) run.b[b] = ring_ + (2 * slot + b) * kTileElements;
-        k += run.length;
-        length_ += run.length;
-      }
-    }
-  }
-
-  const UnpackGemmArgs& args_;
-  ColumnOrder at_;
-  ColumnTiles tiles_;
-  TilesAhead ahead_;
-  std::int64_t left_, written_ = 0;
-  std::int64_t begin_ = 0, runs_begin_ = -1, length_ = 0;
-  int count_ = 0;
-  CellRun runs_[kMostRuns];
-  alignas(64) BFloat16 ring_[kPairs * 2 * kTileElements];
-  alignas(64) BFloat16 decoded_[kTileElements];
-};
-
-/// At most kMaxA panels of activations.
-template <class Cell>
-void UnpackFewPanels(UnpackGemmArgs args) {
-  args.depth = 0;
-  const int na = static_cast<int>(args.panels);
-  UnpackRing ring(args);
-  for (std::int64_t column = 0; column < args.columns; ++column) {
-    const std::span<const CellRun> runs = ring.Runs(na);
-    alignas(64) float block[Cell::kMaxA * kPanelRows * kTileColumns];
-    float* c = args.rows == nullptr ? args.c + column * kTileColumns : block;
-    const std::int64_t ldc = args.rows == nullptr ? args.ldc : kTileColumns;
-    Compute<Cell>(na, 2, runs.data(), static_cast<int>(runs.size()), c, ldc, args.accumulate, ring);
-    if (args.rows != nullptr) ScatterRows(c, ldc, na * kPanelRows, args.rows, (args.first_column + column) * kTileColumns);
-  }
-  if (args.rows != nullptr) StreamFence();
-}
-
 /// A column is unpacked while the one before it is multiplied, where that costs nothing, or else just before.
 template <class Cell>
 void UnpackGemm(const UnpackGemmArgs& args) {
   [[maybe_unused]] const typename Cell::Scope scope;
   if constexpr (Cell::kVectorsIdle) {
-    if (args.panels <= Cell::kMaxA && UnpackRing::Holds(args)) return UnpackFewPanels<Cell>(args);
+    if (args.panels <= Cell::kMaxA) return UnpackFewPanels<Cell>(args);
   }
   ColumnOrder now(args), next = now;
   if (now.done()) return;

@@ -301,7 +301,7 @@ class TaskCounter {
       const double share = Product(kTileColumns, depth, p_.weight_bytes) / static_cast<double>(m_.cache_bytes[1]);
       return (1 - cost.unfetched) * Lines(task.columns, p_.k) * std::min(share, 1.0) * line_ns;
     }
-    // Nothing is unpacked or computed beside the first part of a call: a slice of a column, or what a ring is ahead.
+    // Nothing is unpacked or computed beside the first part of a call: a slice of a column, or what a stream is ahead.
     if (p_.form == GemmForm::kUnpack) {
       const double calls = static_cast<double>(row_calls * column_calls);
       return calls * Lines(kTileColumns, std::min(call_depth, kRightTiles * kTileColumns)) * line_ns;
@@ -318,7 +318,7 @@ class TaskCounter {
   /// @param slices  of the contraction, in the unpack form
   double Unfetched(const TaskShape& task, const TaskCost& cost, std::int64_t call_columns, bool prefetches,
                    std::int64_t slices) const {
-    // Kernels that meet each weight once prefetch all along (gemm/direct_gemm.h, UnpackRing).
+    // Kernels that meet each weight once prefetch all along (gemm/direct_gemm.h, unpack_stream.h).
     if (cost.once || p_.form == GemmForm::kGradient) return 0;
     const std::int64_t column_calls = CeilDiv(task.columns, call_columns);
     // The first slice of a tile column of each call.
