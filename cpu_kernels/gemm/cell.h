@@ -44,13 +44,20 @@ inline int Least(std::int64_t a, std::int64_t b) { return static_cast<int>(a < b
 /// Which factor of a product passes by once while the other one waits in L1: a hint for cells that can load past L1.
 enum class Passing { kNone, kLeft, kRight };
 
-/// Weights on their way to L2: `panels` (at most kMaxCellPanels) from `first_panel` on, along `columns` from `first_column` on.
+/// Tiles of a page of 4 KB, side by side in a panel.
+inline constexpr std::int64_t kPageTiles = 4;
+
+/// Weights on their way to L2: `panels` (at most kSuperblock) from `first_panel` on, along `columns` from `first_column` on.
 struct WeightsAhead {
   const TileMatrix* weights = nullptr;  ///< null: none
   std::int64_t first_panel = 0, panels = 0;
   std::int64_t first_column = 0, columns = 0;
+  /// Of a page's tiles so many are prefetched. Weights that are met at the memory's rate leave the others to the hardware,
+  /// which has more lines under way than software.
+  std::int64_t of_page = kPageTiles;
 
   std::int64_t tiles() const { return weights == nullptr || weights->data == nullptr ? 0 : panels * columns; }
+  std::int64_t lines() const { return CeilDiv(tiles() * of_page, kPageTiles) * (kTileElements / kTileColumns); }
 };
 
 /// Two runs of cache lines.
@@ -122,7 +129,7 @@ class Prefetcher {
     stage_ = 0;
     column_ = 0;
     walk_ = {};
-    const std::int64_t lines = (first.tiles() + then.tiles()) * (kTileElements / LinesInTurn::kLine) + 2 * others.lines;
+    const std::int64_t lines = first.lines() + then.lines() + 2 * others.lines;
     lines_per_step_ = static_cast<int>(CeilDiv(lines, steps > 0 ? steps : 1));
   }
 
@@ -154,16 +161,16 @@ class Prefetcher {
   };
 
  private:
-  static constexpr std::int64_t kPageTiles = 4;
   static constexpr int kEnough = 8;
-  static_assert(kEnough - 1 + kMaxCellPanels * kSuperblock / kPageTiles <= LinesInTurn::kMost);
+  static_assert(kEnough - 1 + kMaxCellPanels * kSuperblock / kPageTiles <= LinesInTurn::kMost);  // a cell's panels
+  static_assert(kSuperblock * kSuperblock / kPageTiles <= LinesInTurn::kMost);                   // a superblock's
 
   /// Cold, or the walk would leave its registers for this call.
   [[gnu::noinline, gnu::cold]] bool NextRuns() {
     for (; stage_ < 2; ++stage_, column_ = 0) {
       const WeightsAhead& ahead = stage_ == 0 ? *first_ : *then_;
       if (ahead.tiles() == 0 || column_ >= ahead.columns) continue;
-      lines_.Begin(Least(ahead.columns - column_, kPageTiles) * kTileElements);
+      lines_.Begin(Least(ahead.columns - column_, ahead.of_page) * kTileElements);
       while (column_ < ahead.columns && lines_.count() < kEnough) column_ += AddPages(ahead);
       walk_ = LinesInTurn::Walk(lines_);
       return true;

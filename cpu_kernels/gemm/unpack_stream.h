@@ -21,8 +21,6 @@ struct WeightPages {
 /// The weights of a call: eight tile columns along the whole contraction, a superblock at a time, then the next eight.
 class PagesInOrder {
  public:
-  static constexpr std::int64_t kPageTiles = 4;
-
   explicit PagesInOrder(const UnpackGemmArgs& args)
       : segments_(args.segments), end_(args.first_column + args.columns), group_end_(args.first_column) {
     BeginGroup();
@@ -132,12 +130,12 @@ class UnpackRing {
   alignas(64) BFloat16 decoded_[kTileElements];
 };
 
-/// The ring goes on, and half of each page that comes after these ones is prefetched. The other half is the hardware's, which
-/// has more lines under way than software. (16 AMX threads, 1 to 16 rows: all lines 4% less to 14% more time, a quarter of them
-/// 4% less to 12% more.)
+/// The ring goes on, and half of each page that comes after these ones is prefetched. (16 AMX threads, 1 to 16 rows: all lines
+/// 4% less to 14% more time, a quarter of them 4% less to 12% more.)
 class StreamBeside {
  public:
   static constexpr Passing kPassing = Passing::kLeft;
+  static constexpr std::int64_t kOfPage = kPageTiles / 2;
 
   explicit StreamBeside(UnpackRing& ring) : ring_(ring) {}
   StreamBeside(const StreamBeside&) = delete;
@@ -156,7 +154,7 @@ class StreamBeside {
     const WeightPages& pages = next.pages();
     ahead_ = {};
     if (!next.done()) {
-      ahead_ = {&pages.segment->weights, pages.panel, pages.panels, pages.column, Least(kColumnsAhead, pages.columns)};
+      ahead_ = {&pages.segment->weights, pages.panel, pages.panels, pages.column, pages.columns, kOfPage};
     }
     prefetcher_.Aim(ahead_, kNone, kNoLines, steps);
   }
@@ -179,7 +177,6 @@ class StreamBeside {
   };
 
  private:
-  static constexpr std::int64_t kColumnsAhead = 2;
   static constexpr WeightsAhead kNone{};
   static constexpr LinesAhead kNoLines{};
 
