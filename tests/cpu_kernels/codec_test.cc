@@ -128,20 +128,21 @@ TEST_P(CodecTest, FewRows) {
   EXPECT_EQ(run(direct.compressed(), unpack.compressed()), expected);
 }
 
-/// C [48][320] of the unpack form.
-std::vector<float> Unpacked(const KernelTier& tier, std::span<const GemmSegment> segments, std::int64_t depth) {
+/// C [16 panels][320] of the unpack form.
+std::vector<float> Unpacked(const KernelTier& tier, std::span<const GemmSegment> segments, std::int64_t depth,
+                            std::int64_t panels = 3) {
   constexpr std::int64_t kColumns = 10, kLd = kColumns * 32;
-  const PoisonedBuffer c(48 * kLd * 4), scratch(UnpackScratchElements(segments) * 2);
+  const PoisonedBuffer c(panels * 16 * kLd * 4), scratch(UnpackScratchElements(segments) * 2);
   UnpackGemmArgs args;
   args.segments = segments;
-  args.panels = 3;
+  args.panels = panels;
   args.columns = kColumns;
   args.c = c.As<float>();
   args.ldc = kLd;
   args.depth = depth;
   args.scratch = scratch.As<BFloat16>();
   tier.unpack_gemm(args);
-  return std::vector<float>(args.c, args.c + 48 * kLd);
+  return std::vector<float>(args.c, args.c + panels * 16 * kLd);
 }
 
 // Two products, each of compressed or of plain weights, the contraction whole and in slices.
@@ -149,16 +150,18 @@ TEST_P(CodecTest, UnpackForm) {
   const CompressedWeights first(RandomIntegers(275, 301, random_)), second(RandomIntegers(83, 301, random_));
   const Tiles x(Order::kOperand, RandomIntegers(37, 275, random_), false),
       y(Order::kOperand, RandomIntegers(37, 83, random_), false);
-  const auto run = [&](const TileMatrix& left, const TileMatrix& right, std::int64_t depth) {
-    const GemmSegment segments[] = {{left, x.matrix()}, {right, y.matrix()}};
-    return Unpacked(*tier_, segments, depth);
-  };
-  const std::vector<float> expected = run(first.plain(), second.plain(), 0);
-  EXPECT_NE(expected[0], 0.0f);
-  for (const std::int64_t depth : {0, 8}) {
-    EXPECT_EQ(run(first.compressed(), second.compressed(), depth), expected);
-    EXPECT_EQ(run(first.plain(), second.compressed(), depth), expected);
-    EXPECT_EQ(run(first.compressed(), second.plain(), depth), expected);
+  for (const std::int64_t panels : {1, 2, 3}) {  // up to two, weights stream through a matrix unit
+    const auto run = [&](const TileMatrix& left, const TileMatrix& right, std::int64_t depth) {
+      const GemmSegment segments[] = {{left, x.matrix()}, {right, y.matrix()}};
+      return Unpacked(*tier_, segments, depth, panels);
+    };
+    const std::vector<float> expected = run(first.plain(), second.plain(), 0);
+    EXPECT_NE(expected[0], 0.0f);
+    for (const std::int64_t depth : {0, 8}) {
+      EXPECT_EQ(run(first.compressed(), second.compressed(), depth), expected);
+      EXPECT_EQ(run(first.plain(), second.compressed(), depth), expected);
+      EXPECT_EQ(run(first.compressed(), second.plain(), depth), expected);
+    }
   }
   // One product alone.
   const GemmSegment plain{second.plain(), y.matrix()}, compressed{second.compressed(), y.matrix()};
