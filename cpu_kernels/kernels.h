@@ -17,7 +17,7 @@
 
 namespace moesaic {
 
-/// One product of a sum of products.
+/// One product of a sum of products, of which a GEMM has at least one. No matrix is empty.
 struct GemmSegment {
   TileMatrix weights;
   TileMatrix activations;

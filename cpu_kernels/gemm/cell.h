@@ -1,4 +1,4 @@
-// What the forms of GEMM over tiles (direct_gemm.h, unpack_gemm.h, gradient_gemm.h) share, and what a cell is.
+// What the forms of GEMM over tiles (direct_gemm.h, unpack_gemm.h, unpack_stream.h, gradient_gemm.h) share, and what a cell is.
 //
 // A cell is what an instruction set brings: it multiplies kMaxA panels of left tiles with kMaxB panels of right tiles along the
 // whole contraction, with the accumulators in registers:
@@ -44,10 +44,13 @@ inline int Least(std::int64_t a, std::int64_t b) { return static_cast<int>(a < b
 /// Which factor of a product passes by once while the other one waits in L1: a hint for cells that can load past L1.
 enum class Passing { kNone, kLeft, kRight };
 
+alignas(64) inline constexpr BFloat16 kZeroTile[kTileElements] = {};
+
 /// Tiles of a page of 4 KB, side by side in a panel.
 inline constexpr std::int64_t kPageTiles = 4;
 
-/// Weights on their way to L2: `panels` (at most kSuperblock) from `first_panel` on, along `columns` from `first_column` on.
+/// Weights on their way to L2: `panels` from `first_panel` on, along `columns` from `first_column` on; at most kMaxCellPanels,
+/// or kSuperblock of one page's columns.
 struct WeightsAhead {
   const TileMatrix* weights = nullptr;  ///< null: none
   std::int64_t first_panel = 0, panels = 0;
@@ -57,7 +60,10 @@ struct WeightsAhead {
   std::int64_t of_page = kPageTiles;
 
   std::int64_t tiles() const { return weights == nullptr || weights->data == nullptr ? 0 : panels * columns; }
-  std::int64_t lines() const { return CeilDiv(tiles() * of_page, kPageTiles) * (kTileElements / kTileColumns); }
+  std::int64_t lines() const {
+    const std::int64_t of_panel = columns / kPageTiles * of_page + Least(columns % kPageTiles, of_page);
+    return tiles() == 0 ? 0 : panels * of_panel * (kTileElements / kTileColumns);
+  }
 };
 
 /// Two runs of cache lines.
@@ -163,7 +169,7 @@ class Prefetcher {
  private:
   static constexpr int kEnough = 8;
   static_assert(kEnough - 1 + kMaxCellPanels * kSuperblock / kPageTiles <= LinesInTurn::kMost);  // a cell's panels
-  static_assert(kSuperblock * kSuperblock / kPageTiles <= LinesInTurn::kMost);                   // a superblock's
+  static_assert(kSuperblock <= LinesInTurn::kMost);                                              // a superblock's
 
   /// Cold, or the walk would leave its registers for this call.
   [[gnu::noinline, gnu::cold]] bool NextRuns() {

@@ -1,5 +1,5 @@
 // The unpack form (kernels.h, UnpackGemmArgs): stored tiles of the weights are unpacked into right factors, a tile column at a
-// time. (The AVX-512 tiers without a matrix unit have register_unpack.h.)
+// time. (As many rows as one cell takes have unpack_stream.h, the AVX-512 tiers without a matrix unit register_unpack.h.)
 #pragma once
 
 #include <cstddef>
@@ -107,14 +107,13 @@ class ColumnTiles {
 
   /// The next tile, and in run_ those that follow it at a constant distance.
   [[gnu::noinline]] const BFloat16* NextRun(BFloat16* scratch) {
-    alignas(64) static constexpr BFloat16 kZeros[kTileElements] = {};
     while (panel_ >= Panels()) {
       ++segment_;
       panel_ = 0;
     }
     const TileMatrix& weights = args_->segments[segment_].weights;
     const std::int64_t panel = panel_++;
-    if (panel >= weights.panels) return kZeros;
+    if (panel >= weights.panels) return kZeroTile;
     if (weights.codec != nullptr) return scratch != nullptr ? WeightTile(weights, panel, column_, scratch) : nullptr;
     run_ = weights.RunDownColumn(panel, column_);
     panel_ += run_.length - 1;

@@ -64,8 +64,9 @@ constexpr double kOncePassedOverlap = 2.5, kPassedOverlap = 6;
 /// Rows of a pass.
 constexpr std::int64_t kDirectPass = 8;
 
-/// Of the ring in which the unpack form meets a matrix unit's few rows. (AMX, 16 threads, 1 to 22 rows: with the overlap that
-/// a description gives to more rows, 1.5, 2 and 3 in three of one host, 7 products were 11 and 9% too slow and 2% too fast.)
+/// Of the ring in which the unpack form meets a matrix unit's few rows. (Before these streamed in the order of memory; AMX, 16
+/// threads, 1 to 22 rows: with the overlap that a description gives to more rows, 1.5, 2 and 3 in three of one host, 7 products
+/// were 11 and 9% too slow and 2% too fast.)
 constexpr double kRingOverlap = 2.5;
 
 /// What the direct form for few rows takes to lay out a tile of activations, of what a superblock's panels take with it. (Zen
@@ -318,7 +319,7 @@ class TaskCounter {
   /// @param slices  of the contraction, in the unpack form
   double Unfetched(const TaskShape& task, const TaskCost& cost, std::int64_t call_columns, bool prefetches,
                    std::int64_t slices) const {
-    // Kernels that meet each weight once prefetch all along (gemm/direct_gemm.h, unpack_stream.h).
+    // Kernels that meet each weight once have the next ones fetched all along (gemm/direct_gemm.h, unpack_stream.h).
     if (cost.once || p_.form == GemmForm::kGradient) return 0;
     const std::int64_t column_calls = CeilDiv(task.columns, call_columns);
     // The first slice of a tile column of each call.

@@ -23,7 +23,7 @@
 
 namespace moesaic {
 
-/// Changes whenever the same figures may give another answer: part of every cached answer's key.
+/// Changes whenever the same figures may give another answer, or have to be measured anew: part of every cached answer's key.
 inline constexpr int kGemmModelVersion = 26;
 
 /// Which function of KernelTier computes it.

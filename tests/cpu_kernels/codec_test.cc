@@ -2,8 +2,10 @@
 // tiles.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <iterator>
 #include <span>
 #include <vector>
 
@@ -128,7 +130,7 @@ TEST_P(CodecTest, FewRows) {
   EXPECT_EQ(run(direct.compressed(), unpack.compressed()), expected);
 }
 
-/// C [16 panels][320] of the unpack form.
+/// C [16 panels][320] of the unpack form, and the same as rows.
 std::vector<float> Unpacked(const KernelTier& tier, std::span<const GemmSegment> segments, std::int64_t depth,
                             std::int64_t panels = 3) {
   constexpr std::int64_t kColumns = 10, kLd = kColumns * 32;
@@ -142,7 +144,15 @@ std::vector<float> Unpacked(const KernelTier& tier, std::span<const GemmSegment>
   args.depth = depth;
   args.scratch = scratch.As<BFloat16>();
   tier.unpack_gemm(args);
-  return std::vector<float>(args.c, args.c + panels * 16 * kLd);
+  std::vector<float> both(args.c, args.c + panels * 16 * kLd);
+  const PoisonedBuffer memory(panels * 16 * kLd * 2);
+  std::vector<BFloat16*> rows;
+  for (std::int64_t i = 0; i < panels * 16; ++i) rows.push_back(memory.As<BFloat16>() + i * kLd);
+  args.rows = rows.data();
+  args.depth = 0;
+  tier.unpack_gemm(args);
+  std::transform(rows[0], rows[0] + panels * 16 * kLd, std::back_inserter(both), ToFloat);
+  return both;
 }
 
 // Two products, each of compressed or of plain weights, the contraction whole and in slices.
@@ -162,6 +172,19 @@ TEST_P(CodecTest, UnpackForm) {
       EXPECT_EQ(run(first.plain(), second.compressed(), depth), expected);
       EXPECT_EQ(run(first.compressed(), second.plain(), depth), expected);
     }
+  }
+  // A panel that stands for several.
+  const Dense once = RandomIntegers(16, 301, random_);
+  Dense often(80, 301);
+  for (std::int64_t i = 0; i < 80; ++i) {
+    for (std::int64_t j = 0; j < 301; ++j) often(i, j) = once(i % 16, j);
+  }
+  const Tiles panel(Order::kStored, once, true), all(Order::kStored, often, true),
+      z(Order::kOperand, RandomIntegers(37, 80, random_), false);
+  for (const std::int64_t panels : {1, 2, 3}) {
+    const GemmSegment repeated{TileMatrix::RepeatedPanel(panel.matrix().data, 5, 301), z.matrix()},
+        whole{all.matrix(), z.matrix()};
+    EXPECT_EQ(Unpacked(*tier_, {&repeated, 1}, 0, panels), Unpacked(*tier_, {&whole, 1}, 0, panels));
   }
   // One product alone.
   const GemmSegment plain{second.plain(), y.matrix()}, compressed{second.compressed(), y.matrix()};
