@@ -44,6 +44,7 @@ inline int Least(std::int64_t a, std::int64_t b) { return static_cast<int>(a < b
 /// Which factor of a product passes by once while the other one waits in L1: a hint for cells that can load past L1.
 enum class Passing { kNone, kLeft, kRight };
 
+/// Stands for a panel that is missing in a pair.
 alignas(64) inline constexpr BFloat16 kZeroTile[kTileElements] = {};
 
 /// Tiles of a page of 4 KB, side by side in a panel.

@@ -77,7 +77,7 @@ class WeightStream {
 
   explicit WeightStream(const UnpackGemmArgs& args) : at_(args) {
     Aim(at_, 1);
-    Prefetcher::Steps(prefetcher_).Next();
+    Prefetcher::Steps(prefetcher_).Next();  // the first pages at once: there is nothing to do beside them
     BeginPages();
     for (int i = 0; i < kLead; ++i) Unpack();
   }
