@@ -176,9 +176,9 @@ class MachineProbe {
     return {rates.best, rates.mean};
   }
   double Uneven(const std::string& isa) { return bench::MeasureUneven(RunnableTier(isa), pool_); }
-  std::pair<double, double> HandOver(const std::string& isa) {
+  std::tuple<double, double, double> HandOver(const std::string& isa) {
     const bench::HandOver found = bench::MeasureHandOver(RunnableTier(isa), pool_);
-    return {found.claim_ns, found.fetch_ns};
+    return {found.claim_ns, found.claim_few_ns, found.fetch_ns};
   }
   std::unique_ptr<bench::KernelProbe> Kernels(const std::string& isa) {
     return std::make_unique<bench::KernelProbe>(RunnableTier(isa), &pool_);

@@ -45,8 +45,9 @@ MachineModel MachineOf(const py::dict& figures) {
   machine.l3_bytes = Field<std::int64_t>(figures, "l3_bytes");
   machine.job_us = Field<double>(figures, "job_us");
   machine.task_us = Field<double>(figures, "task_us");
-  machine.uneven = Field<double>(figures, "uneven");
+  machine.uneven = Field<std::vector<double>>(figures, "uneven");
   machine.claim_ns = Field<double>(figures, "claim_ns");
+  machine.claim_few_ns = Field<double>(figures, "claim_few_ns");
   KernelFigures& kernel = machine.kernel;
   kernel.left_panels = Field<std::int64_t>(figures, "left_panels");
   kernel.right_panels = Field<std::int64_t>(figures, "right_panels");
@@ -63,6 +64,7 @@ MachineModel MachineOf(const py::dict& figures) {
   for (std::size_t form = 0; form < few.size(); ++form) {
     std::copy(few[form].begin(), few[form].end(), kernel.few_tile_ns[form].begin());
   }
+  kernel.step_alone = Field<double>(figures, "step_alone");
   kernel.cell_ns = Field<double>(figures, "cell_ns");
   kernel.again_ns = Field<double>(figures, "again_ns");
   kernel.call_ns = Field<double>(figures, "call_ns");

@@ -130,10 +130,14 @@ struct TaskCost {
 /// 35 tasks of 96 rows 352 us, in ten of 300 481; 4 x 1,024 x 4,352 in 34 tasks 112, in twelve 141.)
 constexpr double kUnlike = 0.25;
 
-/// Columns of which one thread may have the tiles of a row to itself. A tile that few threads have read is claimed sooner.
-/// (AMX, 16 threads: 73 ns where one has, 266, 504 and 660 where 4, 8 and all have.) The columns of the tasks themselves say it
-/// less well: choices turned to wide tasks, whose tiles few read.
-constexpr std::int64_t kReaderColumns = 128;
+/// To pack a tile that so many threads have read, more than one of a thread's own: between what was measured. (AMX, 16 threads,
+/// in two states of a host: 73 ns where one has, 266, 504 and 660 where 4, 8 and all have; 1,600 and 1,850 to 2,050 where 4 and
+/// 6 or more have.)
+double ClaimNs(const MachineModel& machine, double readers) {
+  const double few = ReadersOfQuarter(machine.threads), all = machine.threads;
+  if (readers <= few) return machine.claim_few_ns * readers / few;
+  return machine.claim_few_ns + (machine.claim_ns - machine.claim_few_ns) * std::log(readers / few) / std::log(all / few);
+}
 
 /// Sizes of one task, and where its operands are read from the first time.
 struct TaskShape {
@@ -141,6 +145,7 @@ struct TaskShape {
   std::int64_t group_rows;  ///< all rows of its group
   bool few;                 ///< the tier has a form for so few as its group has
   MemoryLevel weights_from, activations_from, result_to;
+  double new_rows;  ///< share of the tasks whose activations their thread has not read before
 };
 
 double Product(std::int64_t a, std::int64_t b, double bytes) { return static_cast<double>(a) * static_cast<double>(b) * bytes; }
@@ -223,7 +228,8 @@ class TaskCounter {
     AddAgain(cost, weights_between, weights * static_cast<double>(row_calls - 1));
     // What is prefetched waits in L2 while the call before computes. Reading it from there is part of the memory's rate.
     if (prefetches && !cost.few) AddAgain(cost, 2 * Product(call_columns, p_.k, p_.weight_bytes), weights, MemoryLevel::kL3);
-    Add(cost, task.activations_from, activations);
+    Add(cost, task.activations_from, task.new_rows * activations);
+    AddAgain(cost, Product(task.group_rows, p_.k, 2) + weights, (1 - task.new_rows) * activations, MemoryLevel::kL3);
     AddAgain(cost, activations_between, activations * static_cast<double>(column_calls - 1));
 
     if (!cost.few)
@@ -325,6 +331,11 @@ class TaskCounter {
     // The first slice of a tile column of each call.
     if (p_.form == GemmForm::kUnpack)
       return static_cast<double>(column_calls) / static_cast<double>(CeilDiv(task.columns, kTileColumns) * slices);
+    if (cost.few && task.group_rows <= m_.kernel.most_few_rows) {
+      // Runs of a superblock's columns have the next one prefetched (gemm/few_rows.h).
+      const double tiles = static_cast<double>(CeilDiv(task.columns, kPanelRows) * CeilDiv(p_.k, kTileColumns));
+      return std::min(1.0, static_cast<double>(kSuperblock * (prefetches ? 1 : column_calls)) / tiles);
+    }
     if (cost.few) return prefetches ? 1 / static_cast<double>(column_calls) : 1.0;
     // A call prefetches piece after piece. What a matrix unit waits for before the first one is time lost.
     if (m_.kernel.unpack_overlaps) return 0;
@@ -467,28 +478,40 @@ double MemoryGbps(const GemmProblem& problem, const MachineModel& machine, doubl
   return std::max(some * threads / tasks, all);
 }
 
-/// @param tasks  of all threads together: where there are fewer than threads, each has more of the memory
-TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, const MachineModel& machine, double tasks) {
+/// What of a thread's time another one computes on its core: where tasks are fewer than threads some have a core alone.
+double Beside(const MachineModel& machine, double tasks) {
+  return machine.threads == 1 ? 0.0 : std::clamp((tasks - 1) / (machine.threads - 1), 0.0, 1.0);
+}
+
+/// @param at_memory, on_cores  tasks that read from memory and compute at the same time: where there are fewer than threads,
+///                             each has more of the memory, and of its core
+TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, const MachineModel& machine, double at_memory,
+                double on_cores) {
   const double threads = machine.threads;
   const KernelFigures& kernel = machine.kernel;
   // A rate of x GB/s is x bytes a nanosecond.
   const auto supply = [&](MemoryLevel level, double gbps) {
     return cost.bytes[static_cast<std::size_t>(level)] * threads / gbps * kNsToMs;
   };
-  const double products = (cost.cells_ns + cost.calls_ns) * kNsToMs;
+  // Two threads of a core share what computes.
+  const double of_all = (cost.cells_ns + cost.calls_ns) * kNsToMs, alone = kernel.step_alone * of_all;
+  const double products = alone + (of_all - alone) * Beside(machine, on_cores);
   // A matrix unit has few registers to load tiles ahead into: it waits for those from L2. Vectors wait for bytes at most.
   const bool unit = kernel.unpack_overlaps;
   const double tile_ns = (cost.once ? kWithoutSlices : 1.0) * kernel.l2_tile_ns;
   const double tiles =
       unit ? cost.bytes[static_cast<std::size_t>(MemoryLevel::kL2)] / (2 * kTileElements) * tile_ns * kNsToMs : 0.0;
   const double cells = products + tiles;
-  const double unpack = cost.unpack_ns * kNsToMs;
-  const double memory = supply(MemoryLevel::kMemory, MemoryGbps(problem, machine, tasks, cost.few)) + cost.lost_ns * kNsToMs;
+  // What of it the other thread's products do not hide.
+  const double unpack = unit ? std::max(0.0, alone + cost.unpack_ns * kNsToMs - products) : cost.unpack_ns * kNsToMs;
+  const double memory =
+      supply(MemoryLevel::kMemory, MemoryGbps(problem, machine, at_memory, cost.few)) + cost.lost_ns * kNsToMs;
   const double storing = cost.store_ns * kNsToMs;
   // Beside the products, all that overlaps with them: L2 and L3. What vectors unpack comes on top, also where a matrix unit
   // leaves them idle: it and its prefetches take the fill buffers that tiles are loaded through. (AMX, 48 to 256 rows, weights
-  // in L2, ns a stored tile: 59, 71, 98, 116, 208, which are 24 and 11.5 for each panel.) Memory comes beside all of it there,
-  // and beside the unpacking where vectors compute, too.
+  // in L2, ns a stored tile: 59, 71, 98, 116, 208, which are 24 and 11.5 for each panel.) Where two threads share a core, one
+  // unpacks while the other's products have the unit. (16 threads of 8 cores, 60 to 3,000 rows: with unpacking on top 14% too
+  // slow in the mean.) Memory comes beside all of it there, and beside the unpacking where vectors compute, too.
   const bool unpack_first = problem.form == GemmForm::kUnpack && !unit && !cost.few;
   const bool unpacks = problem.form == GemmForm::kUnpack;
   const double overlap = cost.few  ? (cost.passed_once ? kOncePassedOverlap : kPassedOverlap)
@@ -610,31 +633,36 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   }
   const double last_round = all_tasks - (std::ceil(all_tasks / threads) - 1) * threads;
   GemmEstimate estimate;
-  double work = 0, tasks = 0, longest = 0, last = 0;
+  double work = 0, tasks = 0, longest = 0, slow = 0, last = 0;
   Tasks whole, rest;  // by their columns
   for (const GroupRows& group : problem.groups) {
     const std::int64_t rows = TaskRows(group.rows, configuration, whole_few(group));
     const std::int64_t chunks = CeilDiv(group.rows, rows);
+    // Of a group's tasks a thread has so many, one column after the other.
+    const double of_thread = static_cast<double>(chunks) * column_tasks / threads;
+    const double new_rows = std::min(1.0, static_cast<double>(chunks) / std::max(of_thread, 1.0));
     const auto add = [&](std::int64_t task_rows, std::int64_t task_columns, double count, bool weights_again) {
       if (task_rows == 0 || task_columns == 0 || count == 0) return;
       Tasks& some = task_columns == configuration.task_columns ? whole : rest;
       const bool few = IsFew(problem, group.rows, machine);
-      TaskShape shape{task_rows, task_columns, group.rows, few, MemoryLevel::kMemory, MemoryLevel::kL3, MemoryLevel::kL3};
+      TaskShape shape{task_rows,        task_columns,     group.rows, few, MemoryLevel::kMemory,
+                      MemoryLevel::kL3, MemoryLevel::kL3, new_rows};
       if (problem.cached || (weights_again && group_weights <= l3)) shape.weights_from = MemoryLevel::kL3;
       if (packed_bytes > l3) shape.activations_from = MemoryLevel::kMemory;
       if (result_bytes > l3 || (problem.output_bytes == 2 && problem.form == GemmForm::kUnpack))
         shape.result_to = MemoryLevel::kMemory;
       const double flops = 2.0 * Product(task_rows, task_columns, static_cast<double>(problem.k));
       const TaskCost cost = counter.Count(shape);
-      const TaskTime time = TimeOf(cost, flops, problem, machine, all_tasks);
+      const TaskTime time = TimeOf(cost, flops, problem, machine, all_tasks, all_tasks);
       for (std::size_t i = 0; i < kGemmParts; ++i) estimate.parts[i] += count * time.parts[i] / threads;
       work += count * time.ms;
       tasks += count;
       some.count += count;
       some.work += count * time.ms;
       const bool same = last_round == threads || problem.groups.size() > 1;
-      some.late_work += count * (same ? time : TimeOf(cost, flops, problem, machine, last_round)).ms;
+      some.late_work += count * (same ? time : TimeOf(cost, flops, problem, machine, last_round, last_round)).ms;
       longest = std::max(longest, time.ms);
+      slow = std::max(slow, TimeOf(cost, flops, problem, machine, 1, all_tasks).ms);
       last = time.ms;
     };
     const auto groups = static_cast<double>(group.groups);
@@ -656,9 +684,10 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     const double uneven = std::max(longest, even + 0.5 * last * (threads - 1) / threads);
     const double rounds = Rounds(whole, rest, threads), filled = std::max(std::min(rounds, uneven), longest);
     // Threads that are not equally fast take more or fewer of several tasks each: their rounds fill up as well.
-    const double unlike = tasks > threads ? std::min((machine.uneven - 1) / kUnlike, 1.0) : 0.0;
+    const double slowest = machine.uneven[static_cast<std::size_t>(std::min(tasks, threads)) - 1] - 1;
+    const double unlike = tasks > threads ? std::min(slowest / kUnlike, 1.0) : 0.0;
     span = problem.groups.size() == 1 ? rounds + unlike * (filled - rounds) : filled;
-    span += (machine.uneven - 1) * longest;  // the slowest thread's last task
+    span += slowest * slow;  // the slowest thread's last task, while the others leave the memory to it
   }
   PartOf(estimate.parts, GemmPart::kScheduling) = span - even;
   double packing = 0;
@@ -667,9 +696,9 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     // them rather than for the rows, or for the thread that computes most slowly. (That others read them then from beyond their
     // own L2 is in the tasks' times.)
     const double read = machine.threads == 1 ? all_rows * static_cast<double>(problem.k * (problem.input_bytes + 4)) : 0.0;
-    const double readers = std::min(threads, static_cast<double>(CeilDiv(problem.n, kReaderColumns)));
-    const double claim_ns = machine.claim_ns * std::sqrt(readers / threads);
-    const double busy = packed_bytes / machine.kernel.pack_gbps + read / machine.gbps[2] + all_tiles * claim_ns;
+    const double readers = std::min(threads, column_tasks);
+    const double busy =
+        packed_bytes / machine.kernel.pack_gbps + read / machine.gbps[2] + all_tiles * ClaimNs(machine, readers);
     const auto pieces = static_cast<double>(CutPacking(problem, machine.threads).pieces);
     packing = busy / pieces * std::ceil(pieces / threads) * kNsToMs;
   }

@@ -26,6 +26,7 @@ struct KernelFigures {
   /// weights in L2, by form (direct, unpack) and rows - 1.
   std::int64_t measured_rows = 0;
   std::array<std::array<double, kMostMeasuredRows>, 2> few_tile_ns{};
+  double step_alone = 1;         ///< share of a step's time that it takes where no other thread computes on its core
   double cell_ns = 0;            ///< begin and end of the widest cell: accumulators cleared and stored
   double again_ns = 0;           ///< the same of one that goes on with sums in C: accumulators loaded and stored
   double call_ns = 0;            ///< begin and end of a call
@@ -43,6 +44,9 @@ struct KernelFigures {
   std::vector<double> few_direct_gbps, few_unpack_gbps;
 };
 
+/// Threads that have read what MachineModel::claim_few_ns is of.
+constexpr int ReadersOfQuarter(int threads) { return threads < 4 ? 1 : threads / 4; }
+
 /// A machine as `threads` threads see it. Rates are those of all threads together.
 struct MachineModel {
   int threads = 1;
@@ -53,8 +57,11 @@ struct MachineModel {
   std::int64_t l3_bytes = 0;                       ///< all of L3
   double job_us = 0;                               ///< a parallel loop that does nothing
   double task_us = 0;                              ///< one more task in it
-  double uneven = 1;    ///< of equal tasks that all threads begin together, the longest over the mean
-  double claim_ns = 0;  ///< to pack a tile that all threads have read: more than one that was the packing thread's own
+  /// Of equal tasks that 1, 2, ... and all threads begin together, the longest over the mean.
+  std::vector<double> uneven;
+  /// To pack a tile that all threads have read, or that a quarter of them have (ReadersOfQuarter): more than one that was the
+  /// packing thread's own.
+  double claim_ns = 0, claim_few_ns = 0;
   KernelFigures kernel;
 };
 

@@ -65,9 +65,9 @@ GemmProbe::GemmProbe(const KernelTier& tier, Form form, const MatrixView& activa
   PackRows(tier_, activations, order, activations_);
 
   const std::int64_t c_panels = form == Form::kDirect ? weights_[0].panels : activations_.panels;
-  ldc_ = form == Form::kDirect   ? activations_.panels * kPanelRows
-         : form == Form::kUnpack ? weights_[0].columns * kTileColumns
-                                 : weights_[0].panels * kPanelRows;
+  ldc_ = SumsPitch(form == Form::kDirect   ? activations_.panels * kPanelRows
+                   : form == Form::kUnpack ? weights_[0].columns * kTileColumns
+                                           : weights_[0].panels * kPanelRows);
   c_ = AlignedBuffer(c_panels * kPanelRows * ldc_ * static_cast<std::int64_t>(sizeof(float)));
   const GemmSegment segment{weights_[0], activations_};
   const std::int64_t scratch = form == Form::kDirect   ? DirectScratchElements({&segment, 1})

@@ -64,6 +64,7 @@ GroupedGemm::GroupedGemm(const KernelTier& tier, const GemmProblem& problem, thr
         group.x = x.Take<std::byte>(some.rows * k * problem.input_bytes);
         group.activations.data = tiles.Take<BFloat16>(group.activations.size());
         group.ldc = direct ? padded : RoundUp(n, kTileColumns);
+        if (problem.output_bytes == 4) group.ldc = SumsPitch(group.ldc);
         group.c = c.Take<std::byte>((direct ? RoundUp(n, kPanelRows) : padded) * group.ldc * problem.output_bytes);
         if (!measure) groups_.push_back(group);
       }
@@ -169,7 +170,7 @@ void GroupedGemm::RunTask(const Task& task, const GemmConfiguration& c) {
   const bool rounds = problem_.form != GemmForm::kUnpack && problem_.output_bytes == 2;
   // Sums that are rounded later: of a call, or of the task where calls go on from them.
   const bool whole = depth_calls > 1;
-  const std::int64_t sums_ld = RoundUp(whole ? task.rows : row_step, kPanelRows);
+  const std::int64_t sums_ld = SumsPitch(RoundUp(whole ? task.rows : row_step, kPanelRows));
   float* sums = nullptr;
   if (rounds) {
     const std::int64_t columns = RoundUp(whole ? task.columns : column_step, kTileColumns);
@@ -291,6 +292,19 @@ void GroupedGemm::CallUnpack(const Task& task, const Block& block, std::int64_t 
       rows[i] = i < block.rows ? reinterpret_cast<BFloat16*>(group.c) + (block.row + i) * group.ldc : nullptr;
     }
     args.rows = rows;
+  } else if (tier_.unpack_overlaps) {
+    // A matrix unit's sums go through L1 at each slice: as close together as those that are rounded, and copied behind them.
+    args.c = carver.Take<float>(row_count * sum_columns);
+    args.ldc = sum_columns;
+    for (const std::int64_t end = args.first_column + args.columns; args.first_column < end; args.first_column += kSuperblock) {
+      args.columns = std::min(kSuperblock, end - args.first_column);
+      tier_.unpack_gemm(args);
+      for (std::int64_t i = 0; i < block.rows; ++i) {
+        float* row = reinterpret_cast<float*>(group.c) + (block.row + i) * group.ldc;
+        std::copy_n(args.c + i * sum_columns, args.columns * kTileColumns, row + args.first_column * kTileColumns);
+      }
+    }
+    return;
   } else {
     args.c = reinterpret_cast<float*>(group.c) + block.row * group.ldc + block.column;
     args.ldc = group.ldc;

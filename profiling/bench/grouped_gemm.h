@@ -60,9 +60,9 @@ class GroupedGemm {
     std::int64_t rows;
     TileMatrix weights;  ///< gradient: row pairs
     TileMatrix activations;
-    std::byte* x;  ///< [rows][K] of the input type
-    std::byte* c;  ///< direct: [N rounded up to 16][ldc]; else [rows rounded up to 16][ldc]
-    std::int64_t ldc;
+    std::byte* x;      ///< [rows][K] of the input type
+    std::byte* c;      ///< direct: [N rounded up to 16][ldc]; else [rows rounded up to 16][ldc]
+    std::int64_t ldc;  ///< of fp32 SumsPitch
   };
   /// What one worker computes: rows and columns of C of one group.
   struct Task {

@@ -67,6 +67,14 @@ BFloat16* Tiles(AlignedBuffer& buffer, const TileMatrix& matrix) {
   return static_cast<BFloat16*>(tiles);
 }
 
+/// Rows with which a matrix unit meets each weight once.
+bool MeetsOnce(const KernelTier& tier, std::int64_t rows) {
+  return tier.unpack_overlaps && CeilDiv(rows, kPanelRows) <= tier.right_panels;
+}
+
+/// Columns whose sums a call of the unpack form keeps.
+constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns;
+
 /// Operands of one call.
 class Call {
  public:
@@ -80,7 +88,7 @@ class Call {
     segment_.activations = TileMatrix::Activations(nullptr, rows, direct ? weight_columns : weight_rows);
     segment_.activations.data = Tiles(activation_buffer_, segment_.activations);
     const std::int64_t c_rows = RoundUp(direct ? weight_rows : rows, kPanelRows);
-    ldc_ = RoundUp(direct ? rows : weight_columns, kTileColumns);
+    ldc_ = SumsPitch(RoundUp(direct ? rows : std::min(weight_columns, kSumColumns), kTileColumns));
     c_ = static_cast<float*>(Zeros(c_buffer_, c_rows * ldc_ * static_cast<std::int64_t>(sizeof(float))));
     const std::int64_t scratch = direct ? 0 : UnpackScratchElements({&segment_, 1});
     scratch_ = static_cast<BFloat16*>(Zeros(scratch_buffer_, scratch * static_cast<std::int64_t>(sizeof(BFloat16))));
@@ -94,7 +102,13 @@ class Call {
   /// Only so many of the rows, the direct form's as stored tiles (kernels.h).
   void set_row_count(std::int64_t rows) { row_count_ = rows; }
 
-  void Run() { Run(0, direct_ ? segment_.weights.panels : segment_.weights.columns, {}); }
+  void Run() {
+    if (direct_) return Run(0, segment_.weights.panels, {});
+    // As a layer: the sums of a superblock of columns in the place of those before.
+    for (std::int64_t column = 0; column < segment_.weights.columns; column += kSuperblock) {
+      Run(column, std::min(kSuperblock, segment_.weights.columns - column), {});
+    }
+  }
 
   /// Right tiles of a slice of the unpack form.
   void set_depth(std::int64_t depth) { depth_ = depth; }
@@ -131,11 +145,11 @@ class Call {
     }
   }
 
-  /// All of it as the engine does: two panels at a time, with few rows a superblock of them, with the next ones prefetched; or
-  /// all tile columns, in its slices.
+  /// All of it as the engine does: two panels at a time, with few rows (those that meet each weight once on a matrix unit, too)
+  /// a superblock of them, with the next ones prefetched; or all tile columns, in its slices.
   void RunStreaming() {
     if (!direct_) return Run();
-    const std::int64_t panels = segment_.weights.panels, step = row_count_ > 0 ? kSuperblock : 2;
+    const std::int64_t panels = segment_.weights.panels, step = row_count_ > 0 || MeetsOnce(tier_, rows_) ? kSuperblock : 2;
     for (std::int64_t panel = 0; panel < panels; panel += step) {
       PrefetchRange next;
       if (panel + step < panels) {
@@ -460,7 +474,7 @@ HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool) {
     calls.back()->set_activations(pack.pairs.data);
   }
   std::vector<double> seconds(static_cast<std::size_t>(threads));
-  const auto least = [&](double& ns, double tiles, auto&& body) {
+  const auto add = [&](std::vector<double>& ns, double tiles, auto&& body) {
     OnAllWorkers(&pool, [&](int worker) {
       const std::int64_t start = profiling::Now();
       body(worker);
@@ -468,30 +482,43 @@ HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool) {
     });
     double sum = 0;
     for (const double s : seconds) sum += s;
-    ns = std::min(ns, 1e9 * sum / static_cast<double>(threads) / tiles);
+    ns.push_back(1e9 * sum / static_cast<double>(threads) / tiles);
   };
+  const std::int64_t few = ReadersOfQuarter(pool.num_threads());
   const auto tiles_of_part = static_cast<double>(pack.panels * part), all_tiles = static_cast<double>(pack.panels * columns);
-  double claimed = kNever, own = kNever, fetched = kNever, kept = kNever;
+  std::vector<double> claimed, claimed_few, own, fetched, kept;
   // Between two calls weights stream through the caches.
   const ReadBlock read = WidestReadBlock();
   AlignedBuffer others(kOthers);
   std::memset(others.data(), 1, static_cast<std::size_t>(kOthers));
   const auto fill_caches = [&](int) { Keep(read(static_cast<const std::byte*>(others.data()), kOthers, 1)); };
-  for (int i = 0; i < kTimes; ++i) {
-    const auto packing = [&](int worker) {
-      PackRowsArgs of_worker = pack;
-      of_worker.first_column = (worker + i) % threads * part;
-      tier.pack_rows(of_worker);
-    };
-    const auto reading = [&](int worker) { calls[static_cast<std::size_t>(worker)]->Run(); };
-    least(kept, all_tiles, reading);  // all threads have read all
+  int turn = 0;  // each thread packs another part in each
+  const auto packing = [&](int worker) {
+    PackRowsArgs of_worker = pack;
+    of_worker.first_column = (worker + turn) % threads * part;
+    tier.pack_rows(of_worker);
+  };
+  const auto claiming = [&](std::vector<double>& ns) {
+    ++turn;
     OnAllWorkers(&pool, fill_caches);
-    least(claimed, tiles_of_part, packing);
-    least(own, tiles_of_part, packing);
-    least(fetched, all_tiles, reading);
-    least(kept, all_tiles, reading);
+    add(ns, tiles_of_part, packing);
+    add(own, tiles_of_part, packing);
+  };
+  const auto reading = [&](int worker) { calls[static_cast<std::size_t>(worker)]->Run(); };
+  for (int i = 0; i < kTimes; ++i) {
+    add(kept, all_tiles, reading);  // all threads have read all
+    claiming(claimed);
+    OnAllWorkers(&pool, [&](int worker) {
+      if (worker % (threads / few) == 0) reading(worker);
+    });
+    claiming(claimed_few);
+    add(fetched, all_tiles, reading);
+    add(kept, all_tiles, reading);
   }
-  return {std::max(0.0, claimed - own), std::max(0.0, fetched - kept)};
+  const auto more = [](const std::vector<double>& ns, const std::vector<double>& others) {
+    return std::max(0.0, Median(ns) - Median(others));
+  };
+  return {more(claimed, own), more(claimed_few, own), more(fetched, kept)};
 }
 
 double MeasureCell(const KernelTier& tier) {
@@ -503,7 +530,8 @@ double MeasureCell(const KernelTier& tier) {
   return least;
 }
 
-/// Activations and results enough that they come from beyond L2, as those of a layer do, and weights one after the other.
+/// Weights one after the other, and activations and results enough that they come from beyond L2, as those of a layer do; but
+/// of so few that a matrix unit meets each weight once they stay there.
 struct StreamProbe::Worker {
   std::vector<Call> calls;
   std::span<std::byte> weights;
@@ -531,11 +559,12 @@ BestAndMean StreamProbe::Measure(const KernelTier& tier, bool direct, std::int64
   std::vector<Worker>& workers = workers_[{&tier, direct, rows}];
   if (workers.empty()) {
     workers.resize(static_cast<std::size_t>(pool_ == nullptr ? 1 : pool_->num_threads()));
-    const std::int64_t of_call = RoundUp(rows, kPanelRows) * (2 * kContraction + 4 * kColumns);
+    const std::int64_t of_call = RoundUp(rows, kPanelRows) * (2 * kContraction + 4 * kColumns),
+                       enough = MeetsOnce(tier, rows) ? of_call : 2 * HostCaches().l2;
     OnAllWorkers(pool_, [&](int worker) {
       Worker& own = workers[static_cast<std::size_t>(worker)];
       own.weights = memory_.Share(worker);
-      for (std::int64_t bytes = 0; bytes < 2 * HostCaches().l2; bytes += of_call) {
+      for (std::int64_t bytes = 0; bytes < enough; bytes += of_call) {
         own.calls.emplace_back(tier, rows, direct ? kColumns : kContraction, direct ? kContraction : kColumns, direct, false);
         own.calls.back().set_row_count(tier.StoredRows(rows));
         own.calls.back().set_depth(

@@ -86,15 +86,16 @@ class KernelProbe {
 double MeasureUneven(const KernelTier& tier, threadpool::Pool& pool);
 
 /// What it takes that threads hand tiles of activations to each other, nanoseconds of a tile of 1 KB: to pack one that all of
-/// them have read, and to read one that another has packed, each more than one of a thread's own.
+/// them have read, or a quarter (ReadersOfQuarter), and to read one that another has packed, each more than one of a thread's
+/// own.
 struct HandOver {
-  double claim_ns = 0;
+  double claim_ns = 0, claim_few_ns = 0;
   double fetch_ns = 0;
 };
 
 /// Some 0.5 MB of tiles, which every worker reads in a direct product with two panels of weights of its own and of which each
-/// packs another part every time, after other data went through the caches. The least of a few times, each the mean over the
-/// workers.
+/// packs another part every time, after other data went through the caches. The median of a few times, each the mean over the
+/// workers. (The least is a third of it at times, and packing takes what the median says.)
 HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool);
 
 /// Nanoseconds of one call of the widest cell with six steps, on the calling thread, in some 0.2 ms: beside

@@ -539,9 +539,9 @@ def test_products_take_turns_while_the_host_is_quiet(here, monkeypatch):
     shapes = [GemmShape(m=5, k=64, n=128, output="fp32"), GemmShape(m=40, k=96, n=64)]
     cases = [(shape, evaluator.evaluate(shape).configuration) for shape in shapes]
     told: list[str] = []
-    times = timing.time_in_turns(moesaic.isa(), cases, lambda: True, 10, 60.0, told.append)
+    times = timing.time_in_turns(moesaic.isa(), cases, lambda: True, 10, 60.0, told.append, lambda: told.append("-"))
     assert [len(row) for row in times] == [10, 10] and all(ms > 0 for row in times for ms in row)
-    assert len(told) == timing._TURNS
+    assert [text == "-" for text in told] == [True, False] * timing.TURNS
     # Each run between two quiet moments counts: of every three moments one is not quiet, so one run of three does.
     moments = itertools.count()
     disturbed = timing.time_in_turns(moesaic.isa(), cases, lambda: next(moments) % 3 > 0, 10, 60.0, told.append)

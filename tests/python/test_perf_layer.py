@@ -148,6 +148,12 @@ def test_two_jobs_on_two_threads_by_hand() -> None:
     assert run_jobs([chain], cut, 2, 1, 0.0).makespan_ms == 5.0
     # A task costs half a millisecond more: 6 tasks, three on each thread.
     assert run_jobs([chain], cut, 2, 1, 0.5).makespan_ms == 6.5
+    # One of two threads takes half as long again as the mean: 1.5 and 0.83 beside 0.83 and 0.83, then 4.5 beside 1.5.
+    late = run_jobs([chain], cut, 2, 1, 0.0, {2: 1.5}.__getitem__)
+    assert late.makespan_ms == pytest.approx(1.5 + 2.5 / 3 + 4.5) and late.busy_ms == pytest.approx(10.0)
+    # Nothing waits for a part of a stage that is whole.
+    whole = JobCut(intermediate=1, hidden=1, tail_jobs=0, tail_intermediate=1, tail_hidden=1)
+    assert run_jobs([chain], whole, 2, 1, 0.0, {1: 9.0}.__getitem__).makespan_ms == 10.0
 
 
 def test_hot_experts_take_longer_than_even_ones() -> None:

@@ -344,7 +344,7 @@ class MachineProbe:
     def dispatch(self) -> tuple[float, float]:
         """Microseconds: a parallel loop of one task a thread, and each further task of a thread."""
 
-    def hand_over(self, isa: str) -> tuple[float, float]:
+    def hand_over(self, isa: str) -> tuple[float, float, float]:
         """Nanoseconds of a tile of 1 KB: to pack one that all threads have read, to read one that another has packed;
         each more than one of a thread's own."""
 

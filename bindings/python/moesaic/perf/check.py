@@ -23,6 +23,7 @@ from moesaic.perf.calibration import (
 from moesaic.perf.gemm_evaluator import GemmEvaluator
 from moesaic.perf.layer_model import ExpertsShape, LayerModel
 from moesaic.perf.machine import Machine
+from moesaic.perf.measure import ROUNDS, Measurement
 from moesaic.perf.products import Products
 from moesaic.perf.rates import LayerRates, rates_path
 from moesaic.perf.shapes import GemmShape
@@ -109,29 +110,31 @@ def layer_cases(*, full: bool) -> tuple[LayerCase, ...]:
     return tuple(cases)
 
 
-def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Runs everything and returns the document that `moesaic predict --check --json` prints.
+def run_check(threads: int, plan: CheckPlan, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Describes this host, runs everything and returns the document that `moesaic predict --check --json` prints.
 
     Args:
-        machine: this host's description.
         threads: of the engine.
         plan: what is run.
         progress: is told what is run.
     """
-    evaluator = GemmEvaluator(machine, threads)
-    start = LayerModel(Products(evaluator), LayerRates.derived(machine, threads))
-    path = rates_path(machine, threads)
+    measurement = Measurement(progress)
+    measurement.rounds(ROUNDS)
+    machine = measurement.machine()
     pairs: list[Pair] = []
     left_out: dict[str, str] = {}
     rates: LayerRates | None = None
     held: list[MeasuredLayer] = []
     quiet = (lambda: True) if plan.disturbed else sentinel(machine)
-    if "gemm" in plan.parts:  # first, while the description is new
-        found = _gemms(GemmEvaluator(machine, threads, False), plan, quiet, progress)
-        missing = len(gemm_shapes()) - len(found)
+    if "gemm" in plan.parts:
+        pairs, machine = _gemms(machine, threads, measurement, plan, quiet, progress)
+        missing = len(gemm_shapes()) - len(pairs)
         if missing:
             left_out["gemm"] = f"{missing} of {len(gemm_shapes())} shapes: {_DISTURBED}"
-        pairs += found
+    del measurement  # and its memory
+    evaluator = GemmEvaluator(machine, threads)
+    start = LayerModel(Products(evaluator), LayerRates.derived(machine, threads))
+    path = rates_path(machine, threads)
     if "layer" in plan.parts or "step" in plan.parts:
         rates = None if plan.recalibrate else _kept(path)
         cases = list(calibration_cases(machine.l3_bytes)) if rates is None else []
@@ -161,6 +164,7 @@ def run_check(machine: Machine, threads: int, plan: CheckPlan, progress: Callabl
     return {
         "schema": SCHEMA,
         "machine": {"name": machine.name, "cpu": machine.cpu, "isa": machine.isa, "identity": machine.identity},
+        "description": machine.to_json(),
         "threads": threads,
         "statistic": "median" if plan.statistic is statistics.median else "least",
         "disturbed": plan.disturbed,
@@ -214,24 +218,42 @@ def _kept(path: Any) -> LayerRates | None:
 
 
 def _gemms(
-    evaluator: GemmEvaluator, plan: CheckPlan, quiet: Callable[[], bool], progress: Callable[[str], None]
-) -> list[Pair]:
+    machine: Machine,
+    threads: int,
+    measurement: Measurement,
+    plan: CheckPlan,
+    quiet: Callable[[], bool],
+    progress: Callable[[str], None],
+) -> tuple[list[Pair], Machine]:
     """Grouped GEMMs on all threads, weights from memory, in the configuration that the evaluator chooses, while the
-    host is quiet; a shape for which it never was is left out."""
-    from moesaic.perf.timing import time_in_turns
+    host is quiet; a shape for which it never was is left out.
 
-    shapes = gemm_shapes()
-    answers = [evaluator.evaluate(shape) for shape in shapes]
-    cases = [(shape, answer.configuration) for shape, answer in zip(shapes, answers, strict=True)]
-    found = time_in_turns(evaluator.isa, cases, quiet, plan.repetitions, plan.seconds, progress)
+    The host is described anew, in turn with them: the description that predicts them, returned as well, is of the same
+    minutes, as what a shared host gives changes within some."""
+    from moesaic.perf.timing import TURNS, time_in_turns
+
+    chooser = GemmEvaluator(machine, threads, False)
+    cases = [(shape, chooser.evaluate(shape).configuration) for shape in gemm_shapes()]
+    measurement.forget()
+    found = time_in_turns(
+        chooser.isa,
+        cases,
+        quiet,
+        plan.repetitions,
+        plan.seconds,
+        progress,
+        before_turn=lambda: measurement.rounds(ROUNDS // TURNS),
+    )
+    machine = measurement.machine()
+    evaluator = GemmEvaluator(machine, threads, False)
     pairs = []
-    for shape, answer, times in zip(shapes, answers, found, strict=True):
+    for (shape, configuration), times in zip(cases, found, strict=True):
         if not times:
             continue
-        name = f"{answer.configuration.form} {shape.groups} x {shape.m} x {shape.k} x {shape.n} {shape.output}"
-        spread = statistics.median(times) / min(times)
-        pairs.append(Pair("gemm", name, answer.milliseconds, plan.statistic(times), spread))
-    return pairs
+        name = f"{configuration.form} {shape.groups} x {shape.m} x {shape.k} x {shape.n} {shape.output}"
+        predicted = evaluator.estimate(shape, configuration).milliseconds
+        pairs.append(Pair("gemm", name, predicted, plan.statistic(times), statistics.median(times) / min(times)))
+    return pairs, machine
 
 
 def _layer(model: LayerModel, measured: MeasuredLayer) -> list[Pair]:

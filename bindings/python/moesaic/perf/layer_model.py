@@ -25,6 +25,7 @@ from moesaic.perf.layer_plan import (
     round_up,
     run_jobs,
 )
+from moesaic.perf.machine import at_threads
 from moesaic.perf.products import Products
 from moesaic.perf.rates import LayerRates
 
@@ -172,7 +173,10 @@ class LayerModel:
         slots = job_slots(shard, jobs, threads, shards, backward=backward, keeps_z=in_place and backward)
         cut = JobCut.choose(shards * len(jobs), shard.hidden, shard.intermediate, threads, shards * slots)
         cut = replace(cut, tail_jobs=cut.tail_jobs // shards)
-        schedule = run_jobs(chains, cut, max(threads // shards, 1), slots, rates.unit_ms("task"))
+        uneven = self.products.evaluator.machine.uneven
+        schedule = run_jobs(
+            chains, cut, max(threads // shards, 1), slots, rates.unit_ms("task"), lambda n: at_threads(uneven, n)
+        )
         wall, busy = schedule.makespan_ms, shards * schedule.busy_ms
         tokens = sum(rows) // shape.top_k
         merges = ceil_div(tokens, _core.tokens_per_merge(tokens, threads))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -128,11 +128,27 @@ class Schedule:
     tasks: int
 
 
-def run_jobs(jobs: Sequence[Sequence[Stage]], cut: JobCut, threads: int, slots: int, task_ms: float) -> Schedule:
+class _Link(NamedTuple):
+    """A stage in its job's chain: parts, the time of the first of them, and of each other."""
+
+    parts: int
+    first_ms: float
+    other_ms: float
+
+
+def run_jobs(
+    jobs: Sequence[Sequence[Stage]],
+    cut: JobCut,
+    threads: int,
+    slots: int,
+    task_ms: float,
+    uneven: Callable[[int], float] = lambda threads: 1.0,
+) -> Schedule:
     """Runs the stages of all jobs on a pool of threads.
 
     A worker that ends a task goes on with its own job where that has a task that is ready; else it helps the oldest job
-    that has one, else it begins the next job, of which at most `slots` are under way.
+    that has one, else it begins the next job, of which at most `slots` are under way. The parts of a stage take equally
+    long but for one, for which the stage waits.
 
     Args:
         jobs: the stages of each job, in the order in which jobs begin.
@@ -140,25 +156,30 @@ def run_jobs(jobs: Sequence[Sequence[Stage]], cut: JobCut, threads: int, slots: 
         threads: workers.
         slots: jobs under way at most.
         task_ms: what a task costs besides its work.
+        uneven: of equal tasks that so many threads begin together, the longest over the mean.
     """
     first_tail = len(jobs) - cut.tail_jobs
-    chains: list[list[tuple[int, float]]] = []
+    chains: list[list[_Link]] = []
     tasks = 0
     for index, stages in enumerate(jobs):
-        chain: list[tuple[int, float]] = []
+        chain: list[_Link] = []
         for stage in stages:
             parts = cut.parts(stage.cut, tail=index >= first_tail)
             tasks += parts
-            if chain and parts == 1 and chain[-1][0] == 1:
-                chain[-1] = (1, chain[-1][1] + stage.thread_ms + task_ms)  # the same worker goes on
+            each = stage.thread_ms / parts + task_ms
+            if parts > 1:
+                longest = min(uneven(min(parts, threads)), parts)
+                chain.append(_Link(parts, longest * each, (parts - longest) / (parts - 1) * each))
+            elif chain and chain[-1].parts == 1:
+                chain[-1] = _Link(1, chain[-1].first_ms + each, 0.0)  # the same worker goes on
             else:
-                chain.append((parts, stage.thread_ms / parts + task_ms))
+                chain.append(_Link(1, each, 0.0))
         chains.append(chain)
-    busy = sum(parts * each for chain in chains for parts, each in chain)
+    busy = sum(link.first_ms + (link.parts - 1) * link.other_ms for chain in chains for link in chain)
     return Schedule(_makespan(chains, threads, slots), busy, tasks)
 
 
-def _makespan(chains: Sequence[Sequence[tuple[int, float]]], threads: int, slots: int) -> float:
+def _makespan(chains: Sequence[Sequence[_Link]], threads: int, slots: int) -> float:
     running: list[tuple[float, int, int]] = []  # (end, worker, job)
     idle = list(range(threads))
     left: dict[int, int] = {}  # parts of the job's present stage that have not ended
@@ -176,7 +197,7 @@ def _makespan(chains: Sequence[Sequence[tuple[int, float]]], threads: int, slots
             job = next_job
             next_job, under_way = next_job + 1, under_way + 1
             stage_of[job] = 0
-            left[job] = waiting[job] = chains[job][0][0]
+            left[job] = waiting[job] = chains[job][0].parts
             return job
         return -1
 
@@ -188,11 +209,13 @@ def _makespan(chains: Sequence[Sequence[tuple[int, float]]], threads: int, slots
             if job < 0:
                 break
             idle.pop()
+            link = chains[job][stage_of[job]]
+            takes = link.first_ms if waiting[job] == link.parts else link.other_ms
             waiting[job] -= 1
             if waiting[job] == 0:
                 del waiting[job]
             last_job[worker] = job
-            heapq.heappush(running, (now + chains[job][stage_of[job]][1], worker, job))
+            heapq.heappush(running, (now + takes, worker, job))
         if not running:
             return now
         now = running[0][0]
@@ -207,4 +230,4 @@ def _makespan(chains: Sequence[Sequence[tuple[int, float]]], threads: int, slots
                 under_way -= 1
                 del left[job], stage_of[job]
             else:
-                left[job] = waiting[job] = chains[job][stage_of[job]][0]
+                left[job] = waiting[job] = chains[job][stage_of[job]].parts

@@ -17,7 +17,7 @@ from typing import Any
 
 from moesaic import _core
 
-SCHEMA = 6
+SCHEMA = 7
 ByThreads = Mapping[int, float]
 """A figure for some numbers of threads, all threads together; between them it is interpolated."""
 
@@ -160,6 +160,8 @@ class Machine:
     """Of equal tasks that all threads begin together, the longest over the mean."""
     claim_ns: ByThreads
     """To pack a tile of 1 KB that all threads have read, more than one that was the packing thread's own."""
+    claim_few_ns: ByThreads
+    """To pack one that a quarter of them have read, one at least."""
     fetch_ns: ByThreads
     """To read a tile that another thread has packed, more than one of a thread's own."""
     kernels: Mapping[str, Kernels]
@@ -288,9 +290,11 @@ class Machine:
         Args:
             progress: is told what is being measured.
         """
-        from moesaic.perf.measure import measure_machine
+        from moesaic.perf.measure import ROUNDS, Measurement
 
-        return measure_machine(progress)
+        measurement = Measurement(progress)
+        measurement.rounds(ROUNDS)
+        return measurement.machine()
 
     # ---- for the model ----
 
@@ -316,13 +320,15 @@ class Machine:
             "l3_bytes": self.l3_bytes,
             "job_us": at_threads(self.job_us, threads),
             "task_us": at_threads(self.task_us, threads),
-            "uneven": at_threads(self.uneven, threads),
+            "uneven": [at_threads(self.uneven, n) for n in range(1, threads + 1)],
             "claim_ns": at_threads(self.claim_ns, threads),
+            "claim_few_ns": at_threads(self.claim_few_ns, threads),
             "left_panels": kernels.left_panels,
             "right_panels": kernels.right_panels,
             "most_few_rows": kernels.most_few_rows,
             "most_stored_rows": kernels.most_stored_rows,
             "step_ns": [(*row, 0.0, 0.0, 0.0)[:3] for row in (*per_thread.step_ns, (), ())[:2]],
+            "step_alone": min(kernels.per_thread[1].step_ns[-1][-1] / per_thread.step_ns[-1][-1], 1.0),
             "few_tile_ns": per_thread.few_tile_ns,
             "cell_ns": per_thread.cell_ns,
             "again_ns": per_thread.again_ns,
@@ -420,7 +426,8 @@ def _read(document: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
     for key, figure in value.items():
         if not key.isdecimal() or int(key) < 1:
             raise ValueError(f"{where}: {name}.{key}: expected numbers of threads as keys")
-        figures[int(key)] = _number(figure, f"{name}.{key}", where, zero=name in ("task_us", "claim_ns", "fetch_ns"))
+        zero = name in ("task_us", "claim_ns", "claim_few_ns", "fetch_ns")
+        figures[int(key)] = _number(figure, f"{name}.{key}", where, zero=zero)
     return dict(sorted(figures.items()))
 
 

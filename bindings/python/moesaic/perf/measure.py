@@ -2,8 +2,8 @@
 
 Figures of one thread are the best of many short tries, spread over a second or more: a host is never faster than
 itself, and others that use it disturb a core (its sibling, the caches, the memory) for that long. Those of several
-threads are medians: one or the other is always disturbed, and the rest waits for it. But of weights from memory a good
-moment's, the better quartile.
+threads are medians: one or the other is always disturbed, and the rest waits for it. But how well weights from memory
+overlap with products a good moment tells, the better quartile.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 from moesaic import _core
 from moesaic.perf.machine import Kernels, Machine, PerThread, at_threads
 
-_ROUNDS = 12
-"""In which everything takes its turn; twice for one thread, then with weights from memory."""
+ROUNDS = 12
+"""In which everything takes its turn."""
 _SECONDS = 0.003
 """Of one try; where weights come from memory four times as long."""
-_KERNEL_TURNS = 16
+_KERNEL_TURNS = 32
 _OVERLAPS = (1.0, 1.5, 2.0, 3.0)
 _CACHE_OVER_MEMORY = 1.2
 """How much faster L3 must be for its size to show."""
@@ -32,6 +32,8 @@ _STREAM_K, _STREAM_N = 2048, 512
 """Of the matrices of `MachineProbe.stream`."""
 _FEW_ROWS = (1, 4, 8)
 """With which the forms for few rows are tried on weights from memory."""
+_MOST_STEPS_FASTER = 15
+"""Of 2%, by which kernels may take weights faster than the memory is read. (16 AMX threads: 200 to 210 GB/s of 180.)"""
 _FEWEST_OF_CELLS = 64
 """Rows that the direct form leaves to cells wherever there are forms for few, at least (`AreStoredRows` in
 cpu_kernels/gemm/tiles.h)."""
@@ -60,7 +62,7 @@ class _Rates:
     gflops: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     dispatch_us: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     uneven: list[float] = dataclasses.field(default_factory=list)
-    hand_over_ns: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    hand_over_ns: list[tuple[float, float, float]] = dataclasses.field(default_factory=list)
     streams: dict[tuple[str, str, int], list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
 
     def rate(self, turns: Sequence[float]) -> float:
@@ -90,8 +92,12 @@ class _Host:
         probes = [row["isa"] for row in _core.compute_probes() if row["available"]]
         # No compute probe of its own: oneDNN takes the widest instructions of the host.
         self.compute_probe = {tier: tier if tier in probes else probes[0] for tier in self.tiers}
-        self.kernels = {tier: _core.KernelProbe(tier) for tier in self.tiers}
         self._loads = [_core.LatencyProbe(size) for size in (self.l1 // 2, self.l2 // 2, self._l3_block(1), self.far)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what one thread did."""
+        self.kernels = {tier: _core.KernelProbe(tier) for tier in self.tiers}
         self.latency_ns = [math.inf] * len(self._loads)
         self.sentinel_ns = dict.fromkeys(self.tiers, math.inf)
 
@@ -114,7 +120,7 @@ class _Host:
             found.gflops.setdefault(tier, []).append(probe.compute(isa, _SECONDS))
         found.dispatch_us.append(probe.dispatch())
         found.uneven.append(probe.uneven(self.isa) if threads > 1 else 1.0)
-        found.hand_over_ns.append(probe.hand_over(self.isa) if threads > 1 else (0.0, 0.0))
+        found.hand_over_ns.append(probe.hand_over(self.isa) if threads > 1 else (0.0, 0.0, 0.0))
         for tier, forms in rows.items():
             for form, counts in forms.items():
                 for count in counts:
@@ -140,110 +146,156 @@ class _Host:
         return max(min(4 * self.l2, self.shared_l3 // (2 * threads)), self.l2 + self.l2 // 4)
 
 
-def measure_machine(progress: Callable[[str], None] | None = None) -> Machine:
-    """See `Machine.measure`."""
-    tell = progress or (lambda text: None)
-    host = _Host()
-    found: dict[int, _Rates] = {}
-    rows: dict[str, _StreamRows] = {}
-    for n in _counts(host.threads):
-        tell(f"{n} thread{'s' if n > 1 else ''}")
-        probe = _core.MachineProbe(n, host.far)
-        turns = found[n] = _Rates(n)
-        if n == 1:
-            for _ in range(_ROUNDS):
-                host.one_thread()
-                host.turn(probe, turns, {})
-            for tier in host.tiers:
-                row = host.kernels[tier].figures()
-                rows[tier] = _stream_rows(
-                    _per_thread(row), turns.caches()[3], row["unpack_overlaps"], row["most_few_rows"]
-                )
-        together = {tier: probe.kernels(tier) for tier in host.tiers} if 1 < n == host.threads else {}
-        for _ in range(_ROUNDS):
-            if n == 1:
-                host.one_thread()
-            host.turn(probe, turns, rows if n in (1, host.threads) else {})
-            for one in together.values():
-                one.turn()
+class Measurement:
+    """Describes this host by what rounds of probes found so far, those of all numbers of threads one after the other:
+    whatever others do to the host for longer than a round meets all figures.
 
-    def by_threads(figure: Callable[[_Rates], float]) -> dict[int, float]:
-        return {n: figure(rates) for n, rates in found.items()}
+    One round takes about a second. Rounds may have anything between them. Keeps `far_bytes` of memory for each number
+    of threads that is tried.
+    """
 
-    caches = [by_threads(lambda rates, level=level: rates.caches()[level]) for level in range(4)]  # type: ignore[misc]
-    kernels = {}
-    for tier in host.tiers:
-        row = host.kernels[tier].figures()
-        per_thread = {1: _per_thread(row)}
-        if tier in together:
-            per_thread[host.threads] = _per_thread(together[tier].figures())
-            # A thread alone is no slower than one of many: what its turns missed because of others, those may have met.
-            per_thread[1] = per_thread[1].no_slower_than(per_thread[host.threads])
-        kernels[tier] = Kernels(
-            left_panels=row["left_panels"],
-            right_panels=row["right_panels"],
-            most_few_rows=row["most_few_rows"],
-            most_stored_rows=row["most_stored_rows"],
-            per_thread=per_thread,
-            unpack_overlaps=row["unpack_overlaps"],
-            sentinel_ns=host.sentinel_ns[tier],
-            compute_gflops=by_threads(lambda rates, tier=tier: rates.rate(rates.gflops[tier])),  # type: ignore[misc]
-            direct_gbps=caches[3],
-            unpack_gbps=caches[3],
-            few_direct_gbps=caches[3],
-            few_unpack_gbps=caches[3],
+    def __init__(self, progress: Callable[[str], None] | None = None) -> None:
+        """Args:
+        progress: is told what is being measured.
+        """
+        self._tell = progress or (lambda text: None)
+        self._host = host = _Host()
+        self._probes: dict[int, _core.MachineProbe] = {}
+        for n in _counts(host.threads):
+            self._tell(f"memory of {n} thread{'s' if n > 1 else ''}")
+            self._probes[n] = _core.MachineProbe(n, host.far)
+        # With which weights come from memory; between one and all threads only what the memory bounds.
+        self._rows: dict[str, _StreamRows] = {}
+        self._fewest: dict[str, _StreamRows] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew, as if no round had been."""
+        host = self._host
+        host.begin()
+        self._found = {n: _Rates(n) for n in self._probes}
+        everyone = host.threads
+        self._together = {tier: self._probes[everyone].kernels(tier) for tier in host.tiers} if everyone > 1 else {}
+
+    def rounds(self, count: int) -> None:
+        """So many more rounds."""
+        host = self._host
+        if not self._rows:
+            self._rows = self._first_rows()
+            of_host = self._rows[host.isa]
+            self._fewest = {host.isa: {form: _fewest(counts) for form, counts in of_host.items()}}
+        for i in range(count):
+            self._tell(f"describing this host: {i + 1} of {count}")
+            host.one_thread()
+            for n, probe in self._probes.items():
+                host.turn(probe, self._found[n], self._rows if n in (1, host.threads) else self._fewest)
+            for kernels in self._together.values():
+                kernels.turn()
+
+    def _first_rows(self) -> dict[str, _StreamRows]:
+        """By tier with how many rows the kernels are tried on weights from memory, from a few rounds of one thread."""
+        host, found = self._host, _Rates(1)
+        for _ in range(ROUNDS):
+            host.one_thread()
+            host.turn(self._probes[1], found, {})
+        rows = {}
+        for tier, kernels in host.kernels.items():
+            row = kernels.figures()
+            each = _per_thread(row, found.rate(found.gflops[tier]))
+            rows[tier] = _stream_rows(each, found.caches()[3], row["unpack_overlaps"], row["most_few_rows"])
+        return rows
+
+    def machine(self) -> Machine:
+        """The description, after a round at least."""
+        host, found = self._host, self._found
+
+        def by_threads(figure: Callable[[_Rates], float]) -> dict[int, float]:
+            return {n: figure(rates) for n, rates in found.items()}
+
+        caches = [by_threads(lambda rates, level=level: rates.caches()[level]) for level in range(4)]  # type: ignore[misc]
+        kernels = {}
+        for tier in host.tiers:
+            row = host.kernels[tier].figures()
+            ceilings = by_threads(lambda rates, tier=tier: rates.rate(rates.gflops[tier]))  # type: ignore[misc]
+            per_thread = {1: _per_thread(row, ceilings[1])}
+            if tier in self._together:
+                of_each = ceilings[host.threads] / host.threads
+                per_thread[host.threads] = _per_thread(self._together[tier].figures(), of_each)
+                # A thread alone is no slower than one of many: what its turns missed because of others, those may have
+                # met.
+                per_thread[1] = per_thread[1].no_slower_than(per_thread[host.threads])
+            kernels[tier] = Kernels(
+                left_panels=row["left_panels"],
+                right_panels=row["right_panels"],
+                most_few_rows=row["most_few_rows"],
+                most_stored_rows=row["most_stored_rows"],
+                per_thread=per_thread,
+                unpack_overlaps=row["unpack_overlaps"],
+                sentinel_ns=host.sentinel_ns[tier],
+                compute_gflops=ceilings,
+                direct_gbps=caches[3],
+                unpack_gbps=caches[3],
+                few_direct_gbps=caches[3],
+                few_unpack_gbps=caches[3],
+            )
+        latency = [max(host.latency_ns[: level + 1]) for level in range(4)]
+        machine = Machine(
+            name=platform.node() or "here",
+            source="measured",
+            cpu=_core.cpu_name(),
+            isa=host.isa,
+            sockets=max(host.topology["packages"], 1),
+            numa_nodes=max(len(host.topology["nodes"]), 1),
+            cores=host.topology["usable_cores"],
+            threads=host.threads,
+            memory_bytes=sum(node["memory_bytes"] for node in host.topology["nodes"]) or 1,
+            l1_bytes=host.l1,
+            l2_bytes=host.l2,
+            l3_bytes=host.l3_held(self._probes[host.threads], found[host.threads].caches()),
+            l1_gbps=caches[0],
+            l2_gbps=caches[1],
+            l3_gbps=caches[2],
+            dram_gbps=caches[3],
+            l1_ns=latency[0],
+            l2_ns=latency[1],
+            l3_ns=latency[2],
+            dram_ns=latency[3],
+            job_us=by_threads(lambda rates: rates.time([job for job, _ in rates.dispatch_us])),
+            task_us=by_threads(lambda rates: rates.time([task for _, task in rates.dispatch_us])),
+            uneven=by_threads(lambda rates: statistics.median(rates.uneven)),
+            claim_ns=by_threads(lambda rates: statistics.median(claim for claim, _, _ in rates.hand_over_ns)),
+            claim_few_ns=by_threads(lambda rates: statistics.median(claim for _, claim, _ in rates.hand_over_ns)),
+            fetch_ns=by_threads(lambda rates: statistics.median(fetch for _, _, fetch in rates.hand_over_ns)),
+            kernels=kernels,
         )
-    latency = [max(host.latency_ns[: level + 1]) for level in range(4)]
-    machine = Machine(
-        name=platform.node() or "here",
-        source="measured",
-        cpu=_core.cpu_name(),
-        isa=host.isa,
-        sockets=max(host.topology["packages"], 1),
-        numa_nodes=max(len(host.topology["nodes"]), 1),
-        cores=host.topology["usable_cores"],
-        threads=host.threads,
-        memory_bytes=sum(node["memory_bytes"] for node in host.topology["nodes"]) or 1,
-        l1_bytes=host.l1,
-        l2_bytes=host.l2,
-        l3_bytes=host.l3_held(probe, turns.caches()),
-        l1_gbps=caches[0],
-        l2_gbps=caches[1],
-        l3_gbps=caches[2],
-        dram_gbps=caches[3],
-        l1_ns=latency[0],
-        l2_ns=latency[1],
-        l3_ns=latency[2],
-        dram_ns=latency[3],
-        job_us=by_threads(lambda rates: rates.time([job for job, _ in rates.dispatch_us])),
-        task_us=by_threads(lambda rates: rates.time([task for _, task in rates.dispatch_us])),
-        uneven=by_threads(lambda rates: statistics.median(rates.uneven)),
-        claim_ns=by_threads(lambda rates: statistics.median(claim for claim, _ in rates.hand_over_ns)),
-        fetch_ns=by_threads(lambda rates: statistics.median(fetch for _, fetch in rates.hand_over_ns)),
-        kernels=kernels,
-    )
-    streams = {
-        n: {key: _good_moment(rates) for key, rates in found[n].streams.items()} for n in sorted({1, host.threads})
-    }
-    for tier in host.tiers:
-        machine = _with_supply(machine, tier, streams)
-    return machine
+        streams = {n: {key: _of_turns(rates) for key, rates in some.streams.items()} for n, some in found.items()}
+        for tier in host.tiers:
+            machine = _with_supply(machine, tier, streams)
+        return machine
 
 
-def _good_moment(rates: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of what was measured in turns the better quartiles."""
-    best, mean = (statistics.quantiles(some, n=4)[2] for some in zip(*rates, strict=True))
-    return best, mean
+def _of_turns(rates: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Of the best moments of each turn the better quartile, of the means the median."""
+    best, mean = zip(*rates, strict=True)
+    return statistics.quantiles(best, n=4)[2], statistics.median(mean)
 
 
-def _per_thread(row: _core.KernelRow) -> PerThread:
+def _per_thread(row: _core.KernelRow, gflops: float) -> PerThread:
+    """What was found, with no step faster than the ceiling, `gflops` of each thread: steps are differences of what
+    calls of two lengths take. What they seem to gain, tiles from L2 seem to lose."""
+    product_ns = 2.0 * 16 * 16 * 32 / gflops
+    steps = [
+        [max(ns, left * right * product_ns) for right, ns in enumerate(of_left[: row["right_panels"]], 1)]
+        for left, of_left in enumerate(row["step_ns"][: row["left_panels"]], 1)
+    ]
+    slower = steps[-1][0] - row["step_ns"][len(steps) - 1][0]
     return PerThread(
-        step_ns=tuple(tuple(r[: row["right_panels"]]) for r in row["step_ns"][: row["left_panels"]]),
+        step_ns=tuple(map(tuple, steps)),
         few_tile_ns=tuple(map(tuple, row["few_tile_ns"])),
         cell_ns=row["cell_ns"],
         again_ns=row["again_ns"],
         call_ns=row["call_ns"],
-        l2_tile_ns=row["l2_tile_ns"],
+        l2_tile_ns=max(0.0, row["l2_tile_ns"] - slower),
         unpack_tile_ns=row["unpack_tile_ns"],
         pack_gbps=row["pack_gbps"],
         overlap=_OVERLAPS[-1],
@@ -263,10 +315,11 @@ def _with_supply(machine: Machine, tier: str, measured: Mapping[int, _Streams]) 
             if of_few:
                 machine, _ = _with_rate(machine, tier, n, f"few_{form}_gbps", of_few)
             if not found:  # any number of rows is few to the unpack form
-                machine = _copied(machine, tier, n, f"few_{form}_gbps", f"{form}_gbps")
+                if of_few:
+                    machine = _copied(machine, tier, n, f"few_{form}_gbps", f"{form}_gbps")
                 continue
             best = {rows: gbps for rows, (gbps, _) in found.items()}
-            if form == "direct" or apart:
+            if (form == "direct" or apart) and n in machine.kernels[tier].per_thread:
                 names = ("overlap", "unpack_overlap") if form == "direct" else ("unpack_overlap",)
                 tried = (_overlapping(machine, tier, n, names, p) for p in _OVERLAPS)
                 rated = (_with_rate(one, tier, n, f"{form}_gbps", best) for one in tried)
@@ -296,8 +349,9 @@ def _with_rate(
     """The machine with the rate of weights from memory, `name`, with which the model says best what
     `MachineProbe.stream` measured, by rows, and how badly it does.
 
-    What was measured is taken to be 7% uncertain, and the rate to be within some 20% of the memory's own: it is not
-    told by rows whose products take much longer than the memory."""
+    What was measured is taken to be 7% uncertain, and the rate to be within some 20% of the memory's own, which kernels
+    whose requests are spread evenly may exceed: it is not told by rows whose products take much longer than the
+    memory."""
     most = at_threads(machine.dram_gbps, threads)
     form = name.removeprefix("few_").removesuffix("_gbps")
 
@@ -307,7 +361,7 @@ def _with_rate(
         errors = [math.log(_stream_gbps(some, tier, threads, form, rows) / gbps) for rows, gbps in measured.items()]
         return some, sum((error / 0.07) ** 2 for error in errors) + (math.log(share) / 0.2) ** 2
 
-    return min((fitted(1.02**-step) for step in range(100)), key=lambda some: some[1])
+    return min((fitted(1.02**-step) for step in range(-_MOST_STEPS_FASTER, 100)), key=lambda some: some[1])
 
 
 def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool, most_few: int) -> _StreamRows:
@@ -322,6 +376,12 @@ def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool, most_f
     half = 16 * round(balanced / 32)
     more = (least, *([half] if matrix_unit and half > 2 * least else []), balanced, 2 * balanced)
     return {"direct": (*few, *more), "unpack": few or more}
+
+
+def _fewest(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the rows those that the memory bounds: of the forms for few, and of the fewest that cells take."""
+    few = tuple(count for count in counts if count in _FEW_ROWS)
+    return (*few, *counts[len(few) : len(few) + 1])
 
 
 def _overlapping(machine: Machine, tier: str, threads: int, names: Sequence[str], overlap: float) -> Machine:
@@ -341,12 +401,13 @@ def _replaced(machine: Machine, tier: str, **figures: Any) -> Machine:
 def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, rows: int) -> float:
     """What the model says of `MachineProbe.stream`."""
     k, n = _STREAM_K, _STREAM_N
+    kernels = machine.kernels[tier]
     problem = ((rows,) * threads, k, n, 2, 4, 2.0, form, True, False)
-    depth = 32 * _core.unpack_slice(machine.kernels[tier].unpack_overlaps, k // 32, -(-rows // 16), machine.l2_bytes)
+    depth = 32 * _core.unpack_slice(kernels.unpack_overlaps, k // 32, -(-rows // 16), machine.l2_bytes)
     sliced = form == "unpack" and depth > 0
-    few = rows <= machine.kernels[tier].most_few_rows
-    columns = n if form == "unpack" else 128 if few else 32
     padded = 16 * -(-rows // 16)
+    once = kernels.unpack_overlaps and padded <= 16 * kernels.right_panels
+    columns = 256 if form == "unpack" else 128 if once or rows <= kernels.most_few_rows else 32
     configuration = (padded, n, padded, columns, depth if sliced else k, "columns")
     _, ms, parts, _, _ = _core.TileEvaluator(machine.figures(threads, tier)).estimate(problem, configuration)
     others = sum(time for name, time in zip(_core.gemm_parts, parts, strict=True) if name in ("scheduling", "dispatch"))

@@ -27,7 +27,7 @@ _BUDGET_MS = 800.0
 """Of running the finalists of one shape."""
 _LEAST_SECONDS = 0.3
 """Of runs that stand for a shape: others disturb a host for some milliseconds that no sentinel notices."""
-_TURNS = 6
+TURNS = 6
 """In which those are made of all shapes: others disturb it for seconds, too."""
 _UNTIMED = 4
 """Runs until operands are where they stay: the second after other shapes takes 8% longer, the fifth 2%."""
@@ -92,21 +92,23 @@ def time_in_turns(
     count: int,
     seconds: float,
     progress: Callable[[str], None],
+    before_turn: Callable[[], None] = lambda: None,
 ) -> list[list[float]]:
     """Milliseconds of at least `count` runs of each case before and after which the host was `quiet`, of as many as
     there are in a while; fewer, or none, where so many seconds a case are over first. All cases take their turn a few
-    times: what others do for seconds then meets all of them."""
+    times, `TURNS`: what others do for seconds then meets all of them, and whatever is done `before_turn`."""
     far = far_weights()
     timers = [ShapeTimer(isa, shape, far) for shape, _ in cases]
     times: list[list[float]] = [[] for _ in cases]
-    for turn in range(1, _TURNS + 1):
-        progress(f"turn {turn} of {_TURNS}: {len(cases)} products")
+    for turn in range(1, TURNS + 1):
+        before_turn()
+        progress(f"turn {turn} of {TURNS}: {len(cases)} products")
         for timer, row, (_, configuration) in zip(timers, times, cases, strict=True):
             timer.measure([configuration], _UNTIMED)
             begin = time.perf_counter()
             before = quiet()
-            while (now := time.perf_counter() - begin) < seconds / _TURNS and (
-                now < _LEAST_SECONDS / _TURNS or len(row) * _TURNS < count * turn
+            while (now := time.perf_counter() - begin) < seconds / TURNS and (
+                now < _LEAST_SECONDS / TURNS or len(row) * TURNS < count * turn
             ):
                 (found,) = timer.measure([configuration], 1)
                 after = quiet()
