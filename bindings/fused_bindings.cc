@@ -7,6 +7,7 @@
 
 #include "bindings/interpreter_end.h"
 #include "bindings/tensor.h"
+#include "cpu_kernels/fused/attention.h"
 #include "cpu_kernels/fused/linear.h"
 #include "threadpool/pool.h"
 
@@ -148,6 +149,25 @@ py::object ActivationBackward(const std::string& activation, const py::object& d
   return d_pre.ToTorch();
 }
 
+py::object Attention(const py::object& q, const py::object& k, const py::object& v, std::int64_t heads, float scale,
+                     const py::object& bias) {
+  UsesTorch torch;
+  fused::AttentionArgs args;
+  args.q = ViewOf(q, {"q"}, kTypes);
+  args.k = ViewOf(k, {"k"}, kTypes);
+  args.v = ViewOf(v, {"v"}, kTypes);
+  if (args.q.rank != 3 || args.k.rank != 3) throw std::invalid_argument("q or k has not three dimensions; expected these");
+  args.heads = heads;
+  args.scale = scale;
+  args.bias = OptionalVector(bias, "bias", args.k.shape[0] * args.k.shape[1]);
+  const std::int64_t batch = args.q.shape[0], queries = args.q.shape[1], columns = args.q.shape[2];
+  OutputTensor out = OutputTensor::Contiguous(DType::kBFloat16, batch * queries, columns);
+  const TensorView rows = out.view();
+  args.out = {rows.data, rows.dtype, 3, {batch, queries, columns}, {queries * columns, columns, 1}};
+  Compute(torch, [&] { fused::Attention(args, Pool::Default()); });
+  return out.ToTorch();
+}
+
 py::object SiluMul(const py::object& x, const py::object& out) {
   UsesTorch torch;
   const TensorView view = ViewOf(x, {"x"}, kTypes);
@@ -205,6 +225,7 @@ void BindFused(py::module_& module) {
              arg("out") = py::none());
   module.def("norm_backward", &NormBackward, arg("norm"), arg("d_out"), arg("normalized"), arg("inverse_std"), arg("gamma"));
   module.def("activation_backward", &ActivationBackward, arg("activation"), arg("d_out"), arg("pre"));
+  module.def("attention", &Attention, arg("q"), arg("k"), arg("v"), arg("heads"), arg("scale"), arg("bias") = py::none());
   module.def("silu_mul", &SiluMul, arg("x"), arg("out") = py::none());
   module.def("silu_mul_backward", &SiluMulBackward, arg("d_out"), arg("x"));
 }

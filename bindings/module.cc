@@ -17,7 +17,7 @@
 #include "bindings/profiling_bindings.h"
 #include "bindings/sampling_bindings.h"
 #include "bindings/tensor.h"
-#include "cpu_kernels/fused/linear.h"
+#include "cpu_kernels/fused/scratch.h"
 #include "cpu_kernels/isa.h"
 #include "moe/workspace.h"
 #include "profiling/clock.h"

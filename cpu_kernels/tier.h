@@ -14,6 +14,7 @@
 #include "cpu_kernels/fused/fp32_gemm.h"
 #include "cpu_kernels/fused/row_epilogue.h"
 #include "cpu_kernels/fused/silu_mul.h"
+#include "cpu_kernels/fused/softmax_rows.h"
 #include "cpu_kernels/gemm/direct_gemm.h"
 #include "cpu_kernels/gemm/few_rows.h"
 #include "cpu_kernels/gemm/gradient_gemm.h"
@@ -89,7 +90,7 @@ constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
           ContractAlongFeatures,
           ExpandAlongFeatures,
           OuterAlongFeatures,
-          {RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, Fp32Gemm},
+          {RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, SoftmaxRows, Fp32Gemm},
           &kSamplingKernels<kLogitStreams>};
 }
 

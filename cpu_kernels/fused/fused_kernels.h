@@ -105,6 +105,18 @@ struct SiluMulBackwardArgs {
   std::int64_t d_in_stride = 0;
 };
 
+/// For each row:  x = e^(scale x + bias - m), m the largest of its scale x + bias    inverse_sums = 1 / sum of x
+/// Where all are -infinity the sum counts as infinite. For what is rounded to bf16: powers are within 1e-4, relative.
+struct SoftmaxRowsArgs {
+  float* x = nullptr;  ///< [rows][ld], overwritten
+  std::int64_t ld = 0;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  float scale = 1;
+  const float* bias = nullptr;    ///< [columns], or null
+  float* inverse_sums = nullptr;  ///< [rows]
+};
+
 /// The fp32 GEMM over weights W [N, K], packed in panels of 16 rows of W:  panels[n / 16][k][n % 16] = W[n][k], zeros beyond N
 /// and up to a multiple of 16 in K.
 ///   forward     C[t][n] = sum over k: A[t][k] W[n][k]
@@ -135,6 +147,7 @@ struct FusedKernels {
   void (*activation_backward)(const ActivationBackwardArgs&);
   void (*silu_mul)(const SiluMulArgs&);
   void (*silu_mul_backward)(const SiluMulBackwardArgs&);
+  void (*softmax_rows)(const SoftmaxRowsArgs&);
   void (*fp32_gemm)(const Fp32GemmArgs&);
 };
 

@@ -1,14 +1,13 @@
 #include "cpu_kernels/fused/linear.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cpu_kernels/fused/ranges.h"
+#include "cpu_kernels/fused/scratch.h"
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tile_evaluator.h"
 
@@ -16,25 +15,6 @@ namespace moesaic::fused {
 namespace {
 
 using threadpool::Pool;
-
-/// What the last call left, for the next one to use again; a call that finds none makes its own.
-std::atomic<AlignedBuffer*> g_scratch{nullptr};
-
-class Scratch {
- public:
-  explicit Scratch(std::int64_t bytes) : buffer_(g_scratch.exchange(nullptr)) {
-    if (buffer_ == nullptr) buffer_ = std::make_unique<AlignedBuffer>();
-    buffer_->Ensure(bytes);
-  }
-  ~Scratch() { delete g_scratch.exchange(buffer_.release()); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
-  char* data() const { return static_cast<char*>(buffer_->data()); }
-
- private:
-  std::unique_ptr<AlignedBuffer> buffer_;
-};
 
 /// Columns of sums that a task without a norm computes before it goes over them.
 constexpr std::int64_t kChunkColumns = 512;
@@ -568,7 +548,5 @@ void SiluMulGrad(const TensorView& d_out, const TensorView& x, const TensorView&
     kernels.fused.silu_mul_backward(part);
   });
 }
-
-void ReleaseScratch() { delete g_scratch.exchange(nullptr); }
 
 }  // namespace moesaic::fused

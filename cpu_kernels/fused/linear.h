@@ -66,7 +66,4 @@ void SiluMulRows(const TensorView& x, const TensorView& out, threadpool::Pool& p
 /// d_x [T, 2I] from d_out [T, I]; contiguous columns, one type.
 void SiluMulGrad(const TensorView& d_out, const TensorView& x, const TensorView& d_x, threadpool::Pool& pool);
 
-/// Frees the scratch memory that past calls left for the next: at most some MiB a thread.
-void ReleaseScratch();
-
 }  // namespace moesaic::fused

@@ -5,17 +5,13 @@
 namespace moesaic::fused {
 
 profiling::RangeId RangeOf(FusedStage stage) {
-  static const std::array<profiling::RangeId, 9> ids = [] {
-    constexpr std::array<const char*, 9> kNames = {"pack",
-                                                   "gemm",
-                                                   "epilogue",
-                                                   "norm",
-                                                   "silu_mul",
-                                                   "backward_norm",
-                                                   "backward_activation",
-                                                   "backward_gemm",
-                                                   "backward_silu_mul"};
-    std::array<profiling::RangeId, 9> registered{};
+  static const std::array<profiling::RangeId, 10> ids = [] {
+    constexpr std::array<const char*, 10> kNames = {"pack",          "gemm",
+                                                    "epilogue",      "norm",
+                                                    "silu_mul",      "softmax",
+                                                    "backward_norm", "backward_activation",
+                                                    "backward_gemm", "backward_silu_mul"};
+    std::array<profiling::RangeId, 10> registered{};
     for (std::size_t i = 0; i < kNames.size(); ++i) registered[i] = profiling::RegisterRange(kNames[i], "fused");
     return registered;
   }();

@@ -2,6 +2,8 @@
 // their rows and columns.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -336,6 +338,92 @@ void CheckExactLinear(DType dtype, std::int64_t rows, std::int64_t n, std::int64
         sum += static_cast<double>(x(r, i)) * (transposed ? weight(i, c) : weight(c, i));
       const auto exact = static_cast<float>(sum);
       ASSERT_EQ(result(r, c), dtype == DType::kFloat32 ? exact : ToFloat(ToBFloat16(exact))) << "row " << r << " column " << c;
+    }
+  }
+}
+
+TEST_P(FusedKernelsTest, SoftmaxRows) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  std::mt19937_64 random(7);
+  for (const std::int64_t columns : {1, 15, 16, 33, 130}) {
+    for (const bool biased : {false, true}) {
+      const Dense x = RandomValues(3, columns, random);
+      Dense bias = RandomValues(1, columns, random);
+      if (columns > 1) bias(0, columns / 2) = -kInfinity;
+      const Rows rows(DType::kFloat32, x, columns + 3);
+      float inverse_sums[3];
+      SoftmaxRowsArgs args;
+      args.x = static_cast<float*>(rows.data());
+      args.ld = columns + 3;
+      args.rows = 3;
+      args.columns = columns;
+      args.scale = 20.0f;
+      args.bias = biased ? bias.values.data() : nullptr;
+      args.inverse_sums = inverse_sums;
+      tier_->fused.softmax_rows(args);
+      rows.ExpectGapsUntouched();
+      for (std::int64_t r = 0; r < 3; ++r) {
+        std::vector<double> scores;
+        for (std::int64_t c = 0; c < columns; ++c) scores.push_back(20.0 * x(r, c) + (biased ? bias(0, c) : 0.0));
+        const double most = *std::max_element(scores.begin(), scores.end());
+        double sum = 0;
+        for (const double score : scores) sum += std::exp(score - most);
+        for (std::int64_t c = 0; c < columns; ++c) {
+          const double share = std::exp(scores[static_cast<std::size_t>(c)] - most) / sum;
+          ASSERT_NEAR(rows(r, c) * inverse_sums[r], share, 1e-37 + 2e-4 * share)
+              << columns << " columns, row " << r << " column " << c;
+        }
+      }
+    }
+  }
+  // Rows of -infinity, with NaN, with infinity.
+  Dense special(3, 20);
+  for (std::int64_t c = 0; c < 20; ++c) special(0, c) = special(1, c) = -kInfinity;
+  special(1, 18) = std::numeric_limits<float>::quiet_NaN();
+  special(2, 3) = kInfinity;
+  const Rows rows(DType::kFloat32, special, 20);
+  float inverse_sums[3];
+  SoftmaxRowsArgs args;
+  args.x = static_cast<float*>(rows.data());
+  args.ld = 20;
+  args.rows = 3;
+  args.columns = 20;
+  args.inverse_sums = inverse_sums;
+  tier_->fused.softmax_rows(args);
+  EXPECT_EQ(inverse_sums[0], 0.0f);
+  EXPECT_TRUE(std::isfinite(rows(0, 0)));
+  EXPECT_TRUE(std::isnan(inverse_sums[1]));
+  EXPECT_TRUE(std::isnan(inverse_sums[2]));
+}
+
+TEST_P(FusedKernelsTest, ProductsOfAttention) {
+  // Stored tiles with pairs contract along a head's numbers, operand tiles with row pairs along the keys.
+  std::mt19937_64 random(8);
+  for (const auto& [rows, columns, depth] : {std::array{5, 37, 20}, std::array{64, 130, 64}, std::array{48, 16, 100}}) {
+    const Dense left = RandomIntegers(rows, depth, random), right = RandomIntegers(depth, columns, random);
+    Dense turned(columns, depth);
+    for (std::int64_t i = 0; i < columns; ++i) {
+      for (std::int64_t k = 0; k < depth; ++k) turned(i, k) = right(k, i);
+    }
+    const Tiles stored(Order::kStored, left, false), pairs(Order::kPairs, turned, false);
+    const Tiles operand(Order::kOperand, left, false), row_pairs(Order::kRowPairs, right, false);
+    for (const GradientSegment& segment :
+         {GradientSegment{stored.matrix(), pairs.matrix()}, GradientSegment{operand.matrix(), row_pairs.matrix()}}) {
+      const std::int64_t ldc = RoundUp(columns, 32), panels = CeilDiv(rows, kPanelRows);
+      const PoisonedBuffer c(panels * kPanelRows * ldc * 4);
+      GradientGemmArgs args;
+      args.segments = {&segment, 1};
+      args.panels = panels;
+      args.c = c.As<float>();
+      args.ldc = ldc;
+      tier_->gradient_gemm(args);
+      for (std::int64_t i = 0; i < rows; ++i) {
+        for (std::int64_t n = 0; n < columns; ++n) {
+          float sum = 0;
+          for (std::int64_t k = 0; k < depth; ++k) sum += left(i, k) * right(k, n);
+          ASSERT_EQ(c.As<float>()[i * ldc + n], sum) << "row " << i << " column " << n;
+        }
+      }
     }
   }
 }

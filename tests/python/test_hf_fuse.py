@@ -88,7 +88,10 @@ VIT = (
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "bert": (bert, {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1}),
-    "roberta": (roberta, {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1}),
+    "roberta": (
+        roberta,
+        {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1},
+    ),
     "vit": (vit, VIT),
     "qwen3_moe": (qwen3_moe, {"gemm, silu_mul, gemm": 1, "gemm_bias": 8, "rmsnorm": 9}),
 }
@@ -158,6 +161,82 @@ def test_what_is_kept_and_why() -> None:
     assert "computes something else" in first.reason
     with pytest.raises(TypeError, match="model is a int"):
         moesaic.hf.fuse(1)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine_attention(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of the queries for which the engine computed attention."""
+    from moesaic import _core
+
+    seen: list[torch.Size] = []
+    own = _core.attention
+
+    def attention(q: torch.Tensor, *args: Any) -> torch.Tensor:
+        seen.append(q.shape)
+        return own(q, *args)
+
+    monkeypatch.setattr(_core, "attention", attention)
+    return seen
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_of_an_encoder(padded: bool, engine_attention: list[torch.Size]) -> None:
+    model = bert().eval()
+    given = {"input_ids": torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))}
+    if padded:
+        given["attention_mask"] = torch.ones(2, 24, dtype=torch.long)
+        given["attention_mask"][1, 17:] = 0
+    with torch.no_grad():
+        exact = output(model, given)
+        model.bfloat16()
+        stock = output(model, given)
+        moesaic.hf.fuse(model)
+        fused = output(model, given)
+        seen = slice(None) if not padded else slice(0, 17)  # what is computed for padding nobody reads
+        assert error(fused[:, seen], exact[:, seen]) < 1.2 * error(stock[:, seen], exact[:, seen])
+        assert engine_attention == [torch.Size([2, 24, 64])] * 2
+        moesaic.hf.fuse(model, attention=False)
+        output(model, given)
+    assert len(engine_attention) == 2
+    moesaic.hf.fuse(model)
+    objective(output(model, given)).backward()  # PyTorch's, which has a backward
+    model.train()
+    with torch.no_grad():
+        output(model, given)  # dropout
+    assert len(engine_attention) == 2
+
+
+def test_attention_that_is_not_an_encoders(engine_attention: list[torch.Size]) -> None:
+    decoder = qwen3_moe().bfloat16().eval()
+    report = moesaic.hf.fuse(decoder)
+    assert "attention" not in {m.operator for m in report.replaced}
+    with torch.no_grad():
+        decoder(input_ids=torch.randint(3, 50, (2, 24)))
+    eager = BertModel(BertConfig(vocab_size=50, attn_implementation="eager", **SMALL)).bfloat16()
+    reasons = {m.name: m.reason for m in moesaic.hf.fuse(eager).kept}
+    assert reasons["encoder.layer.0.attention.self"] == "its attention is 'eager'; expected 'sdpa'"
+    reasons = {m.name: m.reason for m in moesaic.hf.fuse(bert()).kept}
+    assert reasons["encoder.layer.0.attention.self"] == "its weights are float32; expected bfloat16"
+    # Masks of more than padding: each query sees keys of its own.
+    model = bert().bfloat16().eval()
+    given = {"input_ids": torch.randint(3, 50, (1, 24))}
+    mask = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()
+    with torch.no_grad():
+        expected = output(model, {**given, "attention_mask": mask})
+        moesaic.hf.fuse(model)
+        assert error(output(model, {**given, "attention_mask": mask}), expected) < 2e-2
+    assert engine_attention == []
+
+
+def test_configurations_are_as_they_were() -> None:
+    model = bert()
+    layers = [layer.attention.self for layer in model.encoder.layer]
+    before = model.bfloat16().config
+    moesaic.hf.fuse(model)
+    assert model.config is before and before._attn_implementation == "sdpa"
+    assert all(layer.config is not before for layer in layers)
+    moesaic.hf.unfuse(model)
+    assert all(layer.config is before for layer in layers)
 
 
 def test_where_the_stock_forward_runs() -> None:

@@ -139,6 +139,17 @@ class PackedMatrix:
     def unpack(self, weight: torch.Tensor) -> None:
         """Writes it back into a tensor of the caller's."""
 
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    scale: float,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(scale q k^T + bias) v of bf16 [B, rows, heads D], head by head: [B T, heads D];
+    cpu_kernels/fused/attention.h."""
+
 def fused_linear(
     x: torch.Tensor,
     weight: PackedMatrix | None,

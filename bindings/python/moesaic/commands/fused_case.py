@@ -16,6 +16,8 @@ from moesaic.nn import PackedLinear, functional
 SILU_SHAPES = ((1, 1024, 1024), (8, 2048, 4096), (16, 2048, 8192), (32, 4096, 8192))
 _EPS = 1e-12
 _VERIFIED_ROWS = 256
+_HEAD = 64
+"""Numbers of a head of attention."""
 _DRAWN_ROWS = 8192
 
 
@@ -24,11 +26,12 @@ class Case:
     """One operator on one shape: `rows` x `k` to `rows` x `n`."""
 
     name: str
-    kind: str  #: "add_layernorm", "gelu", "layernorm", "rmsnorm", "silu_mul"
+    kind: str  #: "add_layernorm", "gelu", "layernorm", "rmsnorm", "silu_mul", "attention"
     rows: int
     n: int
     k: int
     dtype: torch.dtype
+    tokens: int = 0  #: of a sequence, for attention; x is queries, keys and values side by side
 
     @property
     def has_gemm(self) -> bool:
@@ -37,8 +40,15 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of the GEMM."""
+        """Of the GEMM, or of both products of attention."""
+        if self.kind == "attention":
+            return 4 * self.rows * self.sequence * self.n
         return 2 * self.rows * self.n * self.k if self.has_gemm else 0
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence, for attention: of rows that are no whole ones all."""
+        return self.tokens if self.tokens and self.rows % self.tokens == 0 else self.rows
 
     @property
     def bytes(self) -> int:
@@ -66,6 +76,10 @@ def cases(
             Case(f"attention output {h}", "add_layernorm", rows, h, h, dtype),
             Case(f"FFN 1 {h}", "gelu", rows, 4 * h, h, dtype),
             Case(f"FFN 2 {h}", "add_layernorm", rows, h, 4 * h, dtype),
+        ]
+    if dtype == torch.bfloat16:  # of fp32 it is PyTorch's
+        found += [
+            Case(f"self-attention {h}", "attention", rows, h, 3 * h, dtype, tokens) for h in hidden if h % _HEAD == 0
         ]
     odd = batch * max(1, tokens - 1)
     found += [
@@ -101,7 +115,8 @@ class Inputs:
             self.packed = PackedLinear(self.weight, self.bias)
         if case.kind == "add_layernorm":
             self.residual = normal(case.rows, case.n)
-        self.gamma, self.beta = normal(case.n), normal(case.n)
+        if case.kind != "attention":
+            self.gamma, self.beta = normal(case.n), normal(case.n)
 
     def engine(self) -> torch.Tensor:
         """The engine's result."""
@@ -113,15 +128,18 @@ class Inputs:
             return functional.layernorm(self.x, self.gamma, self.beta)
         if self.case.kind == "rmsnorm":
             return functional.rmsnorm(self.x, self.gamma)
+        if self.case.kind == "attention":
+            return _rows_of(functional.attention(*_heads_of(self.x, self.case.sequence)))
         return functional.silu_mul(self.x)
 
     def error(self) -> float:
         """Relative L2 of the first rows against double precision."""
         given = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        rows = self.case.sequence if self.case.kind == "attention" else _VERIFIED_ROWS
         for name in {"x", "residual"} & given.keys():
-            given[name] = given[name][:_VERIFIED_ROWS]
+            given[name] = given[name][:rows]
         expected = self._reference(**{name: value.double() for name, value in given.items()})
-        got = self.engine()[:_VERIFIED_ROWS].double()
+        got = self.engine()[:rows].double()
         return float((got - expected).norm() / expected.norm())
 
     def peak_bytes(self) -> int:
@@ -149,10 +167,10 @@ class Inputs:
         return self._onednn()
 
     def _reference(self, x: torch.Tensor, **t: torch.Tensor) -> torch.Tensor:
-        return _compute(self.case.kind, self.case.n, x, t)
+        return _compute(self.case.kind, self.case.n, x, t, self.case.sequence)
 
     def _compiled(self, given: dict[str, torch.Tensor]) -> Callable[[], object] | str:
-        module = _Module(self.case.kind, self.case.n, given).eval()
+        module = _Module(self.case.kind, self.case.n, given, self.case.sequence).eval()
         activations = [given[name] for name in ("x", "residual") if name in given]
         compiled = torch.compile(module, options={"freezing": True})
         try:
@@ -163,7 +181,7 @@ class Inputs:
 
     def _onednn(self) -> Callable[[], object] | str:
         if not self.case.has_gemm:
-            return "oneDNN is compared where there is a product"
+            return "oneDNN is compared where there is a dense layer"
         reason = onednn.unavailable()
         if reason is not None:
             return reason
@@ -185,9 +203,9 @@ class Inputs:
 class _Module(torch.nn.Module):
     """The case as a module, whose weights torch.compile may freeze."""
 
-    def __init__(self, kind: str, n: int, given: dict[str, torch.Tensor]) -> None:
+    def __init__(self, kind: str, n: int, given: dict[str, torch.Tensor], tokens: int) -> None:
         super().__init__()
-        self.kind, self.n = kind, n
+        self.kind, self.n, self.tokens = kind, n, tokens
         self.names = [name for name in given if name not in ("x", "residual")]
         for name in self.names:
             self.register_parameter(name, torch.nn.Parameter(given[name], requires_grad=False))
@@ -196,11 +214,24 @@ class _Module(torch.nn.Module):
         tensors = {name: getattr(self, name) for name in self.names}
         if residual is not None:
             tensors["residual"] = residual
-        return _compute(self.kind, self.n, x, tensors)
+        return _compute(self.kind, self.n, x, tensors, self.tokens)
 
 
-def _compute(kind: str, n: int, x: torch.Tensor, t: dict[str, torch.Tensor]) -> torch.Tensor:
+def _heads_of(x: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of ``[rows, 3 n]``, each ``[sequences, heads, tokens, 64]``."""
+    parts = x.view(-1, tokens, x.shape[1]).chunk(3, -1)
+    q, k, v = (part.view(*part.shape[:2], -1, _HEAD).transpose(1, 2) for part in parts)
+    return q, k, v
+
+
+def _rows_of(heads: torch.Tensor) -> torch.Tensor:
+    return heads.transpose(1, 2).reshape(-1, heads.shape[1] * heads.shape[3])
+
+
+def _compute(kind: str, n: int, x: torch.Tensor, t: dict[str, torch.Tensor], tokens: int) -> torch.Tensor:
     """As PyTorch has it."""
+    if kind == "attention":
+        return _rows_of(F.scaled_dot_product_attention(*_heads_of(x, tokens)))
     if kind == "add_layernorm":
         total = F.linear(x, t["weight"], t["bias"]) + t["residual"]
         return F.layer_norm(total, (n,), t["gamma"], t["beta"], _EPS)

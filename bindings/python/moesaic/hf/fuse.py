@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from moesaic.hf import attention as attention_layers
 from moesaic.hf.blocks import require_module
 from moesaic.hf.operators import OPERATORS, Dense, Operator
 
@@ -29,7 +30,7 @@ class FusedModule:
 
 @dataclass(frozen=True)
 class KeptModule:
-    """A module with a dense layer or a norm that goes on as it was."""
+    """A module with a dense layer, a norm or attention that goes on as it was."""
 
     name: str
     class_name: str
@@ -61,7 +62,8 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
     """Lets fused operators compute the sub-graphs of `model` that they match.
 
     BERT's and RoBERTa's output layers (dense, residual, LayerNorm) and intermediate layers (dense, GELU), ViT's FFN,
-    the dense FFN of decoders (gate, up, SiLU, down), layer and RMS norms, and the projections of attention layers. A
+    the dense FFN of decoders (gate, up, SiLU, down), layer and RMS norms, the projections of attention layers, and in
+    encoders of bf16 the attention itself, where transformers is set to "sdpa" (`moesaic.nn.functional.attention`). A
     module is replaced only if its own forward and the operator agree on a probe. It keeps its parameters and its
     state_dict; the packed weights are a second copy, packed anew when the parameters change (as
     `moesaic.nn.PackedLinear` does). Adapters of PEFT, put on before or after, are computed too.
@@ -71,7 +73,7 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
 
     Args:
         model: a transformers model, or any module.
-        attention: also the projections of attention layers.
+        attention: also attention layers: their projections, and what encoders compute between them.
 
     Returns:
         What was replaced, and what was not, and why.
@@ -88,6 +90,12 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
     for name, module in parents.items():
         if inside and name.startswith(inside):
             continue
+        if attention:
+            refused = attention_layers.serve(module)
+            if refused is None:
+                replaced.append(FusedModule(name, type(module).__name__, "attention", 0))
+            elif refused:
+                kept.append(KeptModule(name, type(module).__name__, refused))
         operator = _operator(name, module, parents, attention)
         if operator is None:
             continue
@@ -102,10 +110,11 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
 
 
 def unfuse(model: nn.Module) -> int:
-    """Undoes `fuse`; returns how many modules it gave their own forward back. TypeError: `model` is no module."""
+    """Undoes `fuse`; returns how many modules are as they were again. TypeError: `model` is no module."""
     require_module(model)
     count = 0
     for module in model.modules():
+        count += attention_layers.restore(module)
         if isinstance(module.__dict__.get("forward"), Operator):
             del module.__dict__["forward"]
             count += 1

@@ -1,4 +1,4 @@
-"""Fused dense layers and the norms and gates beside them, differentiable once.
+"""Fused dense layers, the norms, gates and attention beside them, differentiable once.
 
 Tensors are on the CPU, bf16 or fp32, ``[..., features]`` with any number of leading dimensions; all of one call have
 one dtype, that of the packed weights. Sums and statistics are fp32. Vectors (bias, gamma, beta) are bf16 or fp32.
@@ -14,11 +14,13 @@ from __future__ import annotations
 import torch
 
 from moesaic.nn import checked
+from moesaic.nn.attention import attention
 from moesaic.nn.autograd import Fusion
 from moesaic.nn.autograd import silu_mul as _silu_mul
 from moesaic.nn.linear import PackedLinear
 
 __all__ = [
+    "attention",
     "gemm_bias",
     "gemm_bias_add_layernorm",
     "gemm_bias_add_rmsnorm",

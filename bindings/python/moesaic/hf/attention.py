@@ -1,0 +1,104 @@
+"""Attention of encoders in transformers by the engine.
+
+transformers looks up by name, in each call, the function that computes a layer's attention: the name is in the layer's
+configuration. A served layer has a copy of that with the engine's name; masks are made as before.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from moesaic.nn import functional
+from moesaic.nn.attention import is_served
+
+__all__ = ["attention_forward", "restore", "serve"]
+
+_NAME = "moesaic"
+_KEPT = "_moesaic_config"  # of a served layer: its configuration as it was
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``AttentionInterface``'s function: the engine where it computes the same, else transformers' own "sdpa".
+
+    Returns:
+        ``[B, T, heads, D]``, and None for the shares.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    plain = dropout == 0.0 and not any(
+        kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux", "sliding_window")
+    )
+    if plain and not (causal and attention_mask is None) and _may_run(query, key, value):
+        key_mask = None if attention_mask is None else _key_mask(attention_mask, query.shape[0], key.shape[2])
+        if attention_mask is None or key_mask is not None:
+            return functional.attention(query, key, value, scaling, key_mask).transpose(1, 2), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    out: tuple[torch.Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+    )
+    return out
+
+
+def _may_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    same = query.shape[:2] == key.shape[:2] and key.shape == value.shape and query.shape[3] == key.shape[3]
+    return (
+        same and all(t.is_cpu and t.dtype == query.dtype for t in (query, key, value)) and is_served(query, key, value)
+    )
+
+
+def _key_mask(mask: torch.Tensor, batch: int, keys: int) -> torch.Tensor | None:
+    """``[B, S]`` where all queries and heads see the same keys, as padding has it; else None."""
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != keys:
+        return None
+    first = mask[:, 0, :1]
+    if mask.stride(2) != 0 and not bool((mask[:, 0] == first).all()):
+        return None
+    return first[:, 0].expand(batch, keys)
+
+
+def serve(module: nn.Module) -> str | None:
+    """Lets the engine compute the attention of a layer. None, or why it does not; "" for what is no such layer."""
+    config: Any = getattr(module, "config", None)
+    name = getattr(config, "_attn_implementation", None)
+    if getattr(module, "is_causal", True) or name is None:
+        return ""
+    if name != "sdpa":
+        return f"its attention is {name!r}; expected 'sdpa'"
+    dtype = next((p.dtype for p in module.parameters()), None)
+    if dtype != torch.bfloat16:
+        return f"its weights are {str(dtype).removeprefix('torch.')}; expected bfloat16"
+    try:
+        from transformers import AttentionInterface
+    except ImportError:
+        return "this transformers has no AttentionInterface"
+    AttentionInterface.register(_NAME, attention_forward)
+    own = copy.copy(config)
+    own._attn_implementation_internal = _NAME  # without what it does to configurations inside of this one
+    module.__dict__[_KEPT] = config
+    module.config = own
+    return None
+
+
+def restore(module: nn.Module) -> bool:
+    """Undoes `serve`; whether there was anything to undo."""
+    config = module.__dict__.pop(_KEPT, None)
+    if config is None:
+        return False
+    module.config = config
+    return True

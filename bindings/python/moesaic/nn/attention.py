@@ -1,0 +1,79 @@
+"""Attention without a causal mask: the engine's where no gradient is wanted, else PyTorch's."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from moesaic import _core
+from moesaic.nn import checked
+
+__all__ = ["attention", "is_served"]
+
+_LEAST_QUERIES = 16
+"""A block of the engine's. Fewer do not pay for laying out all keys and values."""
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None = None,
+    key_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``softmax(scale q k^T) v`` for each head.
+
+    The engine computes it in bf16 (scores, softmax and sums in fp32, shares rounded) for 16 queries and more where no
+    gradient is wanted; ``torch.nn.functional.scaled_dot_product_attention`` everywhere else, gradients included.
+
+    Args:
+        q: ``[B, heads, T, D]``, bf16 or fp32.
+        k: ``[B, heads, S, D]``.
+        v: ``[B, heads, S, D]``.
+        scale: None: 1 / sqrt(D).
+        key_mask: bool ``[B, S]``: which keys are seen; None: all. A query that sees none gives 0.
+
+    Returns:
+        ``[B, heads, T, D]``; of the engine with the heads of a query side by side in memory.
+
+    Raises:
+        TypeError, ValueError: a wrong type, shape or dtype; the message names the argument.
+    """
+    for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
+        checked.check(tensor, name)
+        if tensor.dim() != 4 or tensor.dtype != q.dtype:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} and is {tensor.dtype}; expected 4 dimensions, {q.dtype}"
+            )
+    batch, heads, _, size = q.shape
+    expected = (batch, heads, k.shape[2], size)
+    for tensor, name in ((k, "k"), (v, "v")):
+        if tuple(tensor.shape) != expected or tensor.shape[2] == 0:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}; expected [{batch}, {heads}, S, {size}], as q and k"
+            )
+    if key_mask is not None:
+        if not isinstance(key_mask, torch.Tensor) or key_mask.dtype != torch.bool:
+            raise TypeError(
+                f"key_mask is {getattr(key_mask, 'dtype', type(key_mask).__name__)}; expected a bool tensor"
+            )
+        if tuple(key_mask.shape) != (batch, k.shape[2]):
+            raise ValueError(f"key_mask has shape {list(key_mask.shape)}; expected [{batch}, {k.shape[2]}]")
+    scale = size**-0.5 if scale is None else float(scale)
+    if not is_served(q, k, v):
+        mask = None if key_mask is None else key_mask[:, None, None, :]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    bias = None
+    if key_mask is not None:
+        bias = torch.zeros(key_mask.shape).masked_fill_(~key_mask, -math.inf)
+    rows = [tensor.transpose(1, 2).flatten(2) for tensor in (q, k, v)]
+    out = _core.attention(rows[0], rows[1], rows[2], heads, scale, bias)
+    return out.view(batch, -1, heads, size).transpose(1, 2)
+
+
+def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the engine computes attention of such tensors."""
+    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return q.dtype == torch.bfloat16 and q.shape[2] >= _LEAST_QUERIES and q.shape[0] > 0 and not wanted

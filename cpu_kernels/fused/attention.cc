@@ -1,0 +1,220 @@
+#include "cpu_kernels/fused/attention.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "cpu_kernels/fused/ranges.h"
+#include "cpu_kernels/fused/scratch.h"
+#include "cpu_kernels/kernels.h"
+#include "cpu_kernels/tile_evaluator.h"
+
+namespace moesaic::fused {
+namespace {
+
+using threadpool::Pool;
+
+/// Queries of a block, at most.
+constexpr std::int64_t kMostQueries = 64;
+
+/// The rows of one head, as kernels take them.
+struct HeadRows {
+  const TensorView& view;
+  std::int64_t batch, first_column;
+
+  BFloat16* Row(std::int64_t row) const {
+    return static_cast<BFloat16*>(view.data) + batch * view.stride[0] + row * view.stride[1] + first_column;
+  }
+};
+
+/// One call of Attention(): the memory and the steps of its tasks.
+class AttentionRun {
+ public:
+  AttentionRun(const AttentionArgs& args, Pool& pool)
+      : args_(args),
+        pool_(pool),
+        queries_(args.q.shape[1]),
+        keys_(args.k.shape[1]),
+        head_size_(args.q.shape[2] / args.heads),
+        ld_scores_(SumsPitch(RoundUp(keys_, kTileColumns))),
+        ld_out_(SumsPitch(RoundUp(head_size_, kTileColumns))) {
+    // Scores and what they are rounded to, of a block, in half of L2.
+    const std::int64_t fitting = HostCaches().l2 / 2 / (6 * RoundUp(keys_, kTileColumns));
+    block_ = std::clamp<std::int64_t>(fitting / kPanelRows * kPanelRows, kPanelRows, kMostQueries);
+    const std::int64_t heads = args.q.shape[0] * args.heads, blocks = CeilDiv(queries_, block_);
+    // Two tasks a thread, so that nobody waits long for the last one.
+    parts_ = std::min(blocks, CeilDiv(2 * pool.num_threads(), heads));
+    blocks_of_part_ = CeilDiv(blocks, parts_);
+    parts_ = CeilDiv(blocks, blocks_of_part_);
+  }
+
+  void Run() {
+    Carver one;
+    Take(one);
+    const std::int64_t bytes = one.used();
+    const Scratch scratch(pool_.num_threads() * bytes);
+    pool_.ParallelFor(args_.q.shape[0] * args_.heads * parts_, [&](std::int64_t i, int worker) {
+      Carver carver(scratch.data() + worker * bytes);
+      Head(i / parts_ / args_.heads, i / parts_ % args_.heads, i % parts_, Take(carver));
+    });
+  }
+
+ private:
+  /// Of one worker. Factors of both products, and their results.
+  struct Memory {
+    TileMatrix keys;     ///< pairs: the right factor that contracts along a head's numbers
+    TileMatrix values;   ///< row pairs: the one that contracts along the keys
+    TileMatrix queries;  ///< stored
+    TileMatrix shares;   ///< operand: p
+    float* scores;       ///< [block_][ld_scores_]
+    float* out;          ///< [block_][ld_out_]
+    float* inverse_sums;
+  };
+
+  Memory Take(Carver& carver) const {
+    const auto tiles = [&](TileMatrix matrix) {
+      matrix.data = carver.Take<BFloat16>(matrix.size());
+      return matrix;
+    };
+    Memory memory{};
+    memory.keys = tiles(TileMatrix::Activations(nullptr, keys_, head_size_));
+    memory.values = tiles(TileMatrix::RowPairs(nullptr, keys_, head_size_));
+    memory.queries = tiles(TileMatrix::Activations(nullptr, block_, head_size_));
+    memory.shares = tiles(TileMatrix::Activations(nullptr, block_, keys_));
+    memory.scores = carver.Take<float>(block_ * ld_scores_);
+    memory.out = carver.Take<float>(block_ * ld_out_);
+    memory.inverse_sums = carver.Take<float>(block_);
+    return memory;
+  }
+
+  void Head(std::int64_t batch, std::int64_t head, std::int64_t part, Memory memory) const {
+    const std::int64_t column = head * head_size_;
+    Pack({args_.k, batch, column}, 0, keys_, &PackRowsArgs::pairs, memory.keys);
+    Pack({args_.v, batch, column}, 0, keys_, &PackRowsArgs::row_pairs, memory.values);
+    const float* const bias = args_.bias == nullptr ? nullptr : args_.bias + batch * keys_;
+    const std::int64_t end = std::min((part + 1) * blocks_of_part_ * block_, queries_);
+    for (std::int64_t first = part * blocks_of_part_ * block_; first < end; first += block_) {
+      const std::int64_t rows = std::min(block_, end - first);
+      Pack({args_.q, batch, column}, first, rows, &PackRowsArgs::stored, memory.queries);
+      Multiply(memory.queries, memory.keys, rows, head_size_, memory.scores, ld_scores_);
+      Shares(rows, bias, memory);
+      Multiply(memory.shares, memory.values, rows, keys_, memory.out, ld_out_);
+      StoreRowsArgs store;
+      store.in = memory.out;
+      store.ld = ld_out_;
+      store.rows = rows;
+      store.columns = head_size_;
+      store.out = HeadRows{args_.out, batch, column}.Row(first);
+      store.dtype = DType::kBFloat16;
+      store.out_stride = args_.out.stride[1];
+      kernels_.store_rows(store);
+    }
+    FinishStores();
+  }
+
+  /// Rows [first, first + count) of a head as tiles.
+  void Pack(const HeadRows& head, std::int64_t first, std::int64_t count, TileMatrix PackRowsArgs::* order,
+            const TileMatrix& tiles) const {
+    const FusedRange range(FusedStage::kPack, 0.0, 4.0 * static_cast<double>(count * head_size_));
+    for (std::int64_t row = 0; row < count; row += kMostQueries) {
+      const void* pointers[kMostQueries];
+      PackRowsArgs pack;
+      pack.rows = pointers;
+      pack.dtype = DType::kBFloat16;
+      pack.count = std::min(kMostQueries, count - row);
+      for (std::int64_t i = 0; i < pack.count; ++i) pointers[i] = head.Row(first + row + i);
+      pack.columns = head_size_;
+      pack.*order = tiles;
+      pack.first_panel = row / kPanelRows;
+      pack.panels = RoundUp(pack.count, order == &PackRowsArgs::row_pairs ? kTileColumns : kPanelRows) / kPanelRows;
+      pack.tile_columns = CeilDiv(head_size_, kTileColumns);
+      kernels_.pack_rows(pack);
+    }
+  }
+
+  /// c[i][n] = sum over k: left[i][k] right[k][n], for the first `rows` and all columns of `right`.
+  void Multiply(const TileMatrix& left, const TileMatrix& right, std::int64_t rows, std::int64_t depth, float* c,
+                std::int64_t ldc) const {
+    const FusedRange range(FusedStage::kGemm, 2.0 * static_cast<double>(rows * right.panels * kPanelRows * depth), 0.0);
+    const GradientSegment segment{left, right};
+    GradientGemmArgs gemm;
+    gemm.segments = {&segment, 1};
+    gemm.panels = CeilDiv(rows, kPanelRows);
+    gemm.c = c;
+    gemm.ldc = ldc;
+    kernels_.gradient_gemm(gemm);
+  }
+
+  /// Scores become shares, rounded to bf16 tiles.
+  void Shares(std::int64_t rows, const float* bias, Memory& memory) const {
+    const FusedRange range(FusedStage::kSoftmax, 0.0, 6.0 * static_cast<double>(rows * keys_));
+    SoftmaxRowsArgs softmax;
+    softmax.x = memory.scores;
+    softmax.ld = ld_scores_;
+    softmax.rows = rows;
+    softmax.columns = keys_;
+    softmax.scale = args_.scale;
+    softmax.bias = bias;
+    softmax.inverse_sums = memory.inverse_sums;
+    kernels_.fused.softmax_rows(softmax);
+    const void* pointers[kMostQueries];
+    for (std::int64_t i = 0; i < rows; ++i) pointers[i] = memory.scores + i * ld_scores_;
+    PackRowsArgs pack;
+    pack.rows = pointers;
+    pack.dtype = DType::kFloat32;
+    pack.count = rows;
+    pack.columns = keys_;
+    pack.row_scale = memory.inverse_sums;
+    pack.operand = memory.shares;
+    pack.panels = CeilDiv(rows, kPanelRows);
+    pack.tile_columns = memory.shares.columns;
+    kernels_.pack_rows(pack);
+  }
+
+  const AttentionArgs& args_;
+  Pool& pool_;
+  const std::int64_t queries_, keys_, head_size_, ld_scores_, ld_out_;
+  const KernelTier& kernels_ = ChosenKernels();
+  std::int64_t block_ = 0, parts_ = 0, blocks_of_part_ = 0;
+};
+
+std::string ShapeOf(const TensorView& view) {
+  std::string text = "[";
+  for (int d = 0; d < view.rank; ++d) text += (d > 0 ? ", " : "") + std::to_string(view.shape[static_cast<std::size_t>(d)]);
+  return text + "]";
+}
+
+void Check(const TensorView& view, const char* name, std::int64_t batch, std::int64_t rows, std::int64_t columns) {
+  if (view.rank != 3 || view.shape[0] != batch || view.shape[1] != rows || view.shape[2] != columns) {
+    throw std::invalid_argument(std::string(name) + " has shape " + ShapeOf(view) + "; expected [" + std::to_string(batch) +
+                                ", " + std::to_string(rows) + ", " + std::to_string(columns) + "]");
+  }
+  if (view.dtype != DType::kBFloat16) throw std::invalid_argument(std::string(name) + " is not bfloat16; expected that");
+  if (columns > 1 && view.stride[2] != 1) {
+    throw std::invalid_argument(std::string(name) + " has gaps between its columns; expected contiguous rows");
+  }
+}
+
+}  // namespace
+
+void Attention(const AttentionArgs& args, Pool& pool) {
+  if (args.q.rank != 3 || args.k.rank != 3) {
+    throw std::invalid_argument("q and k have " + std::to_string(args.q.rank) + " and " + std::to_string(args.k.rank) +
+                                " dimensions; expected three each");
+  }
+  const std::int64_t batch = args.q.shape[0], queries = args.q.shape[1], keys = args.k.shape[1], columns = args.q.shape[2];
+  if (args.heads < 1 || columns % args.heads != 0) {
+    throw std::invalid_argument("heads is " + std::to_string(args.heads) + "; expected a divisor of q's " +
+                                std::to_string(columns) + " columns");
+  }
+  Check(args.q, "q", batch, queries, columns);
+  Check(args.k, "k", batch, keys, columns);
+  Check(args.v, "v", batch, keys, columns);
+  Check(args.out, "out", batch, queries, columns);
+  if (keys == 0) throw std::invalid_argument("k has no rows; expected one at least");
+  if (batch == 0 || queries == 0 || columns == 0) return;
+  AttentionRun(args, pool).Run();
+}
+
+}  // namespace moesaic::fused

@@ -1,0 +1,32 @@
+// Attention of encoders on a thread pool, forward alone: scores, softmax and values, head by head, in one pass.
+//
+//   out[b][t][h] = sum over s of p[t][s] v[b][s][h]    p[t] = softmax over s of (scale q[b][t][h] . k[b][s][h] + bias[b][s])
+//
+// A task takes a head, or some of its queries: keys and values become tiles once, and a block of queries meets all keys, whose
+// scores stay in its core's L2 cache. Nothing of it changes a bit.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu_kernels/tensor_view.h"
+#include "threadpool/pool.h"
+
+namespace moesaic::fused {
+
+/// bf16 views with contiguous columns; heads lie side by side in them.
+struct AttentionArgs {
+  TensorView q;  ///< [B, T, heads D]
+  TensorView k;  ///< [B, S, heads D]
+  TensorView v;  ///< [B, S, heads D]
+  std::int64_t heads = 1;
+  float scale = 1;
+  const float* bias = nullptr;  ///< contiguous [B, S], or null: none. -infinity: a key that nobody sees; where a query sees
+                                ///< none, its result is 0
+  TensorView out;               ///< [B, T, heads D]
+};
+
+/// Scores and sums are fp32, p is rounded to bf16. NaN passes through. Waits for its end and may be called from several
+/// threads. Throws std::invalid_argument naming the argument, before anything is computed; std::bad_alloc.
+void Attention(const AttentionArgs& args, threadpool::Pool& pool);
+
+}  // namespace moesaic::fused

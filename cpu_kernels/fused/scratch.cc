@@ -1,0 +1,20 @@
+#include "cpu_kernels/fused/scratch.h"
+
+#include <atomic>
+
+namespace moesaic::fused {
+namespace {
+
+std::atomic<AlignedBuffer*> g_scratch{nullptr};
+
+}  // namespace
+
+Scratch::Scratch(std::int64_t bytes) : buffer_(g_scratch.exchange(nullptr)) {
+  if (buffer_ == nullptr) buffer_ = std::make_unique<AlignedBuffer>();
+  buffer_->Ensure(bytes);
+}
+Scratch::~Scratch() { delete g_scratch.exchange(buffer_.release()); }
+
+void ReleaseScratch() { delete g_scratch.exchange(nullptr); }
+
+}  // namespace moesaic::fused

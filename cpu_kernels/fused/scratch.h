@@ -1,0 +1,28 @@
+// Memory that a call of fused layers uses and leaves for the next one.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "cpu_kernels/aligned_buffer.h"
+
+namespace moesaic::fused {
+
+/// What the last call left, for the next one to use again; a call that finds none makes its own. Throws std::bad_alloc.
+class Scratch {
+ public:
+  explicit Scratch(std::int64_t bytes);
+  ~Scratch();
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  char* data() const { return static_cast<char*>(buffer_->data()); }
+
+ private:
+  std::unique_ptr<AlignedBuffer> buffer_;
+};
+
+/// Frees the scratch memory that past calls left for the next: at most some MiB a thread.
+void ReleaseScratch();
+
+}  // namespace moesaic::fused

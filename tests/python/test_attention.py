@@ -1,0 +1,154 @@
+"""moesaic.nn.functional.attention against PyTorch in double precision, and where PyTorch computes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import moesaic
+from moesaic import _core
+from moesaic.nn import functional
+
+SHAPES = [(2, 3, 37, 53, 20), (1, 1, 16, 1, 64), (2, 2, 100, 513, 64), (3, 4, 64, 64, 32), (1, 2, 130, 2000, 128)]
+
+
+def operands(batch: int, heads: int, queries: int, keys: int, size: int) -> list[torch.Tensor]:
+    """As projections give them: the heads of a token side by side."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(batch, rows, heads, size, generator=generator).bfloat16().transpose(1, 2)
+        for rows in (queries, keys, keys)
+    ]
+
+
+def seen_by_all(batch: int, keys: int) -> torch.Tensor:
+    mask = torch.rand(batch, keys, generator=torch.Generator().manual_seed(1)) < 0.7
+    mask[:, 0] = True
+    return mask
+
+
+def expected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None
+) -> torch.Tensor:
+    scores = q.double() @ k.double().transpose(2, 3) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None, :], -torch.inf)
+    return torch.softmax(scores, -1) @ v.double()
+
+
+def error(got: torch.Tensor, right: torch.Tensor) -> float:
+    return float((got.double() - right.double()).norm() / right.double().norm())
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values(shape: tuple[int, int, int, int, int], masked: bool) -> None:
+    q, k, v = operands(*shape)
+    mask = seen_by_all(shape[0], shape[3]) if masked else None
+    got = functional.attention(q, k, v, key_mask=mask)
+    assert got.shape == q.shape and got.dtype == torch.bfloat16
+    assert error(got, expected(q, k, v, shape[4] ** -0.5, mask)) < 5e-3
+    assert error(functional.attention(q, k, v, 0.4, mask), expected(q, k, v, 0.4, mask)) < 5e-3
+    # Whatever the memory between the numbers is.
+    assert torch.equal(functional.attention(q.contiguous(), k.contiguous(), v.contiguous(), key_mask=mask), got)
+
+
+def test_large_scores() -> None:
+    """e^score would overflow."""
+    q, k, v = operands(1, 2, 32, 40, 64)
+    assert error(functional.attention(q * 50, k * 50, v), expected(q * 50, k * 50, v, 0.125, None)) < 5e-3
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 300, 70, 64), (3, 2, 50, 33, 40)], ids=str)
+def test_same_bits_for_any_number_of_threads(shape: tuple[int, int, int, int, int]) -> None:
+    q, k, v = operands(*shape)
+    before, results = moesaic.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5, 16):
+            moesaic.set_num_threads(threads)
+            results.append(functional.attention(q, k, v, key_mask=seen_by_all(shape[0], shape[3])))
+    finally:
+        moesaic.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_what_is_masked_does_not_count() -> None:
+    q, k, v = operands(2, 2, 20, 30, 64)
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    mask[0, 10:], mask[1] = False, False
+    got = functional.attention(q, k, v, key_mask=mask)
+    assert torch.equal(got[:1], functional.attention(q[:1], k[:1, :, :10], v[:1, :, :10]))
+    # A query that sees no key: 0, as PyTorch has it.
+    stock = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
+    assert not got[1].any() and not stock[1].any()
+
+
+def test_nan_stays_where_it_is() -> None:
+    q, k, v = operands(2, 2, 20, 30, 64)
+    q[0, 1, 3, 5] = torch.nan
+    got = functional.attention(q, k, v)
+    assert got[0, 1, 3].isnan().all() and int(got.isnan().sum()) == 64
+    q, k, v = operands(2, 2, 20, 30, 64)
+    k[1, 0, 7, 2] = torch.nan
+    got = functional.attention(q, k, v)
+    assert got[1, 0].isnan().all() and int(got.isnan().sum()) == 20 * 64
+    mask = torch.zeros(2, 30, dtype=torch.bool)
+    assert functional.attention(q, k, v, key_mask=mask)[1, 0].isnan().all()
+
+
+def test_where_pytorch_computes() -> None:
+    q, k, v = operands(2, 2, 20, 30, 64)
+    mask = seen_by_all(2, 30)
+
+    def stock(*tensors: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*tensors, attn_mask=mask[:, None, None, :])
+
+    exact = [t.float() for t in (q, k, v)]
+    assert torch.equal(functional.attention(*exact, key_mask=mask), stock(*exact))
+    few = [q[:, :, :15], k, v]
+    assert torch.equal(functional.attention(*few, key_mask=mask), stock(*few))
+    wanted = [t.clone().requires_grad_() for t in (q, k, v)]
+    functional.attention(*wanted, key_mask=mask).sum().backward()
+    assert all(t.grad is not None and t.grad.any() for t in wanted)
+    with torch.no_grad():
+        assert torch.equal(functional.attention(*wanted, key_mask=mask), functional.attention(q, k, v, key_mask=mask))
+    assert functional.attention(q[:0], k[:0], v[:0]).shape == (0, 2, 20, 64)
+
+
+def test_timers_see_the_stages() -> None:
+    q, k, v = operands(2, 2, 40, 30, 64)
+    with moesaic.profile() as p:
+        functional.attention(q, k, v)
+    seen = {row["name"] for row in p.phases() if row["category"] == "fused" and row["calls"]}
+    assert seen == {"pack", "gemm", "softmax"}
+
+
+def test_bad_input() -> None:
+    q, k, v = operands(2, 2, 20, 30, 64)
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    bad: list[tuple[Any, str]] = [
+        (lambda: functional.attention(1, k, v), "q is a int"),  # type: ignore[arg-type]
+        (lambda: functional.attention(q[0], k, v), "q has shape"),
+        (lambda: functional.attention(q, k.float(), v), "k has shape .* is torch.float32"),
+        (lambda: functional.attention(q, k, v[:, :1]), "v has shape"),
+        (lambda: functional.attention(q, k[..., :32], v), "k has shape"),
+        (lambda: functional.attention(q, k[:, :, :0], v[:, :, :0]), "k has shape"),
+        (lambda: functional.attention(q, k, v, key_mask=mask[:1]), "key_mask has shape"),
+        (lambda: functional.attention(q, k, v, key_mask=mask.float()), "key_mask is torch.float32"),
+    ]
+    for call, message in bad:
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+    rows = [t.transpose(1, 2).flatten(2) for t in (q, k, v)]
+    for heads in (0, 3):
+        with pytest.raises(ValueError, match=f"heads is {heads}"):
+            _core.attention(*rows, heads, 1.0)  # type: ignore[misc]
+    with pytest.raises(ValueError, match="v has shape"):
+        _core.attention(rows[0], rows[1], rows[2][:1], 2, 1.0)
+    with pytest.raises(ValueError, match="not bfloat16"):
+        _core.attention(rows[0], rows[1].float(), rows[2], 2, 1.0)
+    with pytest.raises(ValueError, match="bias has 30 values"):
+        _core.attention(*rows, 2, 1.0, torch.zeros(30))  # type: ignore[misc]
