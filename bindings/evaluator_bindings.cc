@@ -45,7 +45,6 @@ MachineModel MachineOf(const py::dict& figures) {
   machine.l3_bytes = Field<std::int64_t>(figures, "l3_bytes");
   machine.job_us = Field<double>(figures, "job_us");
   machine.task_us = Field<double>(figures, "task_us");
-  machine.uneven = Field<std::vector<double>>(figures, "uneven");
   machine.claim_ns = Field<double>(figures, "claim_ns");
   machine.claim_few_ns = Field<double>(figures, "claim_few_ns");
   KernelFigures& kernel = machine.kernel;
@@ -74,7 +73,8 @@ MachineModel MachineOf(const py::dict& figures) {
   kernel.overlap = Field<double>(figures, "overlap");
   kernel.unpack_overlap = Field<double>(figures, "unpack_overlap");
   kernel.pack_gbps = Field<double>(figures, "pack_gbps");
-  for (const auto& [name, by_threads] : {std::pair("direct_gbps", &kernel.direct_gbps),
+  for (const auto& [name, by_threads] : {std::pair("uneven", &machine.uneven),
+                                         {"direct_gbps", &kernel.direct_gbps},
                                          {"unpack_gbps", &kernel.unpack_gbps},
                                          {"few_direct_gbps", &kernel.few_direct_gbps},
                                          {"few_unpack_gbps", &kernel.few_unpack_gbps}}) {

@@ -74,9 +74,10 @@ std::int64_t Columns(const TensorView& x, const PackedMatrix* weight, bool trans
   return transposed ? weight->columns() : weight->rows();
 }
 
-void CheckRank(const TensorView& view, const char* name) {
-  if (view.rank == 2) return;
-  throw std::invalid_argument(std::string(name) + " has " + std::to_string(view.rank) + " dimensions; expected two");
+void CheckRank(const TensorView& view, const char* name, int rank = 2) {
+  if (view.rank == rank) return;
+  throw std::invalid_argument(std::string(name) + " has " + std::to_string(view.rank) + " dimensions; expected " +
+                              std::to_string(rank));
 }
 
 /// @param save  whether what backward needs is returned too
@@ -156,7 +157,8 @@ py::object Attention(const py::object& q, const py::object& k, const py::object&
   args.q = ViewOf(q, {"q"}, kTypes);
   args.k = ViewOf(k, {"k"}, kTypes);
   args.v = ViewOf(v, {"v"}, kTypes);
-  if (args.q.rank != 3 || args.k.rank != 3) throw std::invalid_argument("q or k has not three dimensions; expected these");
+  CheckRank(args.q, "q", 3);
+  CheckRank(args.k, "k", 3);
   args.heads = heads;
   args.scale = scale;
   args.bias = OptionalVector(bias, "bias", args.k.shape[0] * args.k.shape[1]);

@@ -78,13 +78,14 @@ struct UnpackGemmArgs {
 /// Elements of UnpackGemmArgs::scratch: two tile columns of all segments, unpacked.
 std::int64_t UnpackScratchElements(std::span<const GemmSegment> segments);
 
-/// One product of the gradient form.
+/// One product of the gradient form: operand tiles with row pairs or, permuted alike, stored tiles with pairs.
 struct GradientSegment {
-  TileMatrix left;   ///< operand [rows of C][t]
-  TileMatrix right;  ///< row pairs [t][columns of C]: its panels are columns of C / 16, its columns t / 32
+  TileMatrix left;   ///< operand, or stored [rows of C][t]
+  TileMatrix right;  ///< row pairs [t][columns of C], or pairs of its transpose: panels are columns of C / 16, columns t / 32
 };
 
-/// Gradient form: the contraction runs along the rows t of activations. Both factors are activations.
+/// Gradient form: both factors are activations. Of a gradient the contraction runs along their rows t, of attention's scores
+/// along the numbers of a head.
 ///   C[i][n] (+)= sum over segments, t:  left[16 first_panel + i][t] * right[t][n]
 struct GradientGemmArgs {
   std::span<const GradientSegment> segments;
@@ -93,8 +94,8 @@ struct GradientGemmArgs {
   float* c = nullptr;         ///< [16 panels][ldc], 64-byte aligned rows; 16 * right.panels columns are written
   std::int64_t ldc = 0;       ///< elements, a multiple of 16
   bool accumulate = false;    ///< start from C instead of 0
-  std::int64_t few_rows = 0;  ///< 1 to KernelTier::most_few_gradient_rows: so many t count, and no others are read but the last
-                              ///< one's partner in its pair, which is zero
+  std::int64_t few_rows = 0;  ///< 1 to KernelTier::most_few_gradient_rows: so many t of row pairs count, no others are read but
+                              ///< the last one's partner in its pair, which is zero
 };
 
 /// Rounds rows to bf16 and lays them out as tiles: value = row[c] * row_scale[r] * column_scale[c], in fp32, rounded once.

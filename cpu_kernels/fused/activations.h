@@ -1,5 +1,5 @@
-// GELU and SiLU on sixteen floats. `T` is what the result is stored as: fp32 takes divisions in full precision, bf16 the faster
-// sigmoid of simd.h, whose error is a small part of the rounding's.
+// GELU, SiLU and e^x on sixteen floats. `T` is what the result is stored as: fp32 takes divisions in full precision, bf16 the
+// faster sigmoid of simd.h, whose error is a small part of the rounding's.
 #pragma once
 
 #include "cpu_kernels/fused/fused_kernels.h"

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "cpu_kernels/fused/ranges.h"
 #include "cpu_kernels/fused/scratch.h"
@@ -63,12 +62,12 @@ class AttentionRun {
  private:
   /// Of one worker. Factors of both products, and their results.
   struct Memory {
-    TileMatrix keys;     ///< pairs: the right factor that contracts along a head's numbers
-    TileMatrix values;   ///< row pairs: the one that contracts along the keys
-    TileMatrix queries;  ///< stored
-    TileMatrix shares;   ///< operand: p
-    float* scores;       ///< [block_][ld_scores_]
-    float* out;          ///< [block_][ld_out_]
+    TileMatrix keys;           ///< pairs: the right factor that contracts along a head's numbers
+    TileMatrix values;         ///< row pairs: the one that contracts along the keys
+    TileMatrix queries;        ///< stored
+    TileMatrix probabilities;  ///< operand
+    float* scores;             ///< [block_][ld_scores_]
+    float* out;                ///< [block_][ld_out_]
     float* inverse_sums;
   };
 
@@ -81,14 +80,14 @@ class AttentionRun {
     memory.keys = tiles(TileMatrix::Activations(nullptr, keys_, head_size_));
     memory.values = tiles(TileMatrix::RowPairs(nullptr, keys_, head_size_));
     memory.queries = tiles(TileMatrix::Activations(nullptr, block_, head_size_));
-    memory.shares = tiles(TileMatrix::Activations(nullptr, block_, keys_));
+    memory.probabilities = tiles(TileMatrix::Activations(nullptr, block_, keys_));
     memory.scores = carver.Take<float>(block_ * ld_scores_);
     memory.out = carver.Take<float>(block_ * ld_out_);
     memory.inverse_sums = carver.Take<float>(block_);
     return memory;
   }
 
-  void Head(std::int64_t batch, std::int64_t head, std::int64_t part, Memory memory) const {
+  void Head(std::int64_t batch, std::int64_t head, std::int64_t part, const Memory& memory) const {
     const std::int64_t column = head * head_size_;
     Pack({args_.k, batch, column}, 0, keys_, &PackRowsArgs::pairs, memory.keys);
     Pack({args_.v, batch, column}, 0, keys_, &PackRowsArgs::row_pairs, memory.values);
@@ -97,9 +96,9 @@ class AttentionRun {
     for (std::int64_t first = part * blocks_of_part_ * block_; first < end; first += block_) {
       const std::int64_t rows = std::min(block_, end - first);
       Pack({args_.q, batch, column}, first, rows, &PackRowsArgs::stored, memory.queries);
-      Multiply(memory.queries, memory.keys, rows, head_size_, memory.scores, ld_scores_);
-      Shares(rows, bias, memory);
-      Multiply(memory.shares, memory.values, rows, keys_, memory.out, ld_out_);
+      Multiply(memory.queries, memory.keys, {rows, keys_, head_size_}, memory.scores, ld_scores_);
+      Softmax(rows, bias, memory);
+      Multiply(memory.probabilities, memory.values, {rows, head_size_, keys_}, memory.out, ld_out_);
       StoreRowsArgs store;
       store.in = memory.out;
       store.ld = ld_out_;
@@ -133,21 +132,25 @@ class AttentionRun {
     }
   }
 
-  /// c[i][n] = sum over k: left[i][k] right[k][n], for the first `rows` and all columns of `right`.
-  void Multiply(const TileMatrix& left, const TileMatrix& right, std::int64_t rows, std::int64_t depth, float* c,
-                std::int64_t ldc) const {
-    const FusedRange range(FusedStage::kGemm, 2.0 * static_cast<double>(rows * right.panels * kPanelRows * depth), 0.0);
+  /// Of a product.
+  struct Sizes {
+    std::int64_t rows, columns, depth;
+  };
+
+  /// c[i][n] = sum over k: left[i][k] right[k][n].
+  void Multiply(const TileMatrix& left, const TileMatrix& right, const Sizes& sizes, float* c, std::int64_t ldc) const {
+    const FusedRange range(FusedStage::kGemm, 2.0 * static_cast<double>(sizes.rows * sizes.columns * sizes.depth), 0.0);
     const GradientSegment segment{left, right};
     GradientGemmArgs gemm;
     gemm.segments = {&segment, 1};
-    gemm.panels = CeilDiv(rows, kPanelRows);
+    gemm.panels = CeilDiv(sizes.rows, kPanelRows);
     gemm.c = c;
     gemm.ldc = ldc;
     kernels_.gradient_gemm(gemm);
   }
 
-  /// Scores become shares, rounded to bf16 tiles.
-  void Shares(std::int64_t rows, const float* bias, Memory& memory) const {
+  /// Scores become probabilities, rounded to bf16 tiles.
+  void Softmax(std::int64_t rows, const float* bias, const Memory& memory) const {
     const FusedRange range(FusedStage::kSoftmax, 0.0, 6.0 * static_cast<double>(rows * keys_));
     SoftmaxRowsArgs softmax;
     softmax.x = memory.scores;
@@ -166,9 +169,9 @@ class AttentionRun {
     pack.count = rows;
     pack.columns = keys_;
     pack.row_scale = memory.inverse_sums;
-    pack.operand = memory.shares;
+    pack.operand = memory.probabilities;
     pack.panels = CeilDiv(rows, kPanelRows);
-    pack.tile_columns = memory.shares.columns;
+    pack.tile_columns = memory.probabilities.columns;
     kernels_.pack_rows(pack);
   }
 
@@ -190,7 +193,7 @@ void Check(const TensorView& view, const char* name, std::int64_t batch, std::in
     throw std::invalid_argument(std::string(name) + " has shape " + ShapeOf(view) + "; expected [" + std::to_string(batch) +
                                 ", " + std::to_string(rows) + ", " + std::to_string(columns) + "]");
   }
-  if (view.dtype != DType::kBFloat16) throw std::invalid_argument(std::string(name) + " is not bfloat16; expected that");
+  if (view.dtype != DType::kBFloat16) throw std::invalid_argument(std::string(name) + " is float32; expected bfloat16");
   if (columns > 1 && view.stride[2] != 1) {
     throw std::invalid_argument(std::string(name) + " has gaps between its columns; expected contiguous rows");
   }

@@ -3,7 +3,7 @@
 //   out[b][t][h] = sum over s of p[t][s] v[b][s][h]    p[t] = softmax over s of (scale q[b][t][h] . k[b][s][h] + bias[b][s])
 //
 // A task takes a head, or some of its queries: keys and values become tiles once, and a block of queries meets all keys, whose
-// scores stay in its core's L2 cache. Nothing of it changes a bit.
+// scores stay in its core's L2 cache. How work is cut changes no bit of the result.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ struct AttentionArgs {
   TensorView out;               ///< [B, T, heads D]
 };
 
-/// Scores and sums are fp32, p is rounded to bf16. NaN passes through. Waits for its end and may be called from several
-/// threads. Throws std::invalid_argument naming the argument, before anything is computed; std::bad_alloc.
+/// Scores and sums are fp32, probabilities p are rounded to bf16. NaN passes through. Waits for its end and may be called from
+/// several threads. Throws std::invalid_argument naming the argument, before anything is computed; std::bad_alloc.
 void Attention(const AttentionArgs& args, threadpool::Pool& pool);
 
 }  // namespace moesaic::fused

@@ -22,7 +22,7 @@ class Scratch {
   std::unique_ptr<AlignedBuffer> buffer_;
 };
 
-/// Frees the scratch memory that past calls left for the next: at most some MiB a thread.
+/// Frees the scratch memory that past calls left for the next: some MiB a thread, more after attention over very many keys.
 void ReleaseScratch();
 
 }  // namespace moesaic::fused

@@ -62,7 +62,7 @@ class GroupedGemm {
     TileMatrix activations;
     std::byte* x;      ///< [rows][K] of the input type
     std::byte* c;      ///< direct: [N rounded up to 16][ldc]; else [rows rounded up to 16][ldc]
-    std::int64_t ldc;  ///< of fp32 SumsPitch
+    std::int64_t ldc;  ///< fp32: as SumsPitch gives it
   };
   /// What one worker computes: rows and columns of C of one group.
   struct Task {

@@ -509,14 +509,14 @@ HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool) {
     add(kept, all_tiles, reading);  // all threads have read all
     claiming(claimed);
     OnAllWorkers(&pool, [&](int worker) {
-      if (worker % (threads / few) == 0) reading(worker);
+      if (worker * few % threads < few) reading(worker);
     });
     claiming(claimed_few);
     add(fetched, all_tiles, reading);
     add(kept, all_tiles, reading);
   }
-  const auto more = [](const std::vector<double>& ns, const std::vector<double>& others) {
-    return std::max(0.0, Median(ns) - Median(others));
+  const auto more = [](const std::vector<double>& ns, const std::vector<double>& base) {
+    return std::max(0.0, Median(ns) - Median(base));
   };
   return {more(claimed, own), more(claimed_few, own), more(fetched, kept)};
 }
@@ -530,8 +530,8 @@ double MeasureCell(const KernelTier& tier) {
   return least;
 }
 
-/// Weights one after the other, and activations and results enough that they come from beyond L2, as those of a layer do; but
-/// of so few that a matrix unit meets each weight once they stay there.
+/// Weights one after the other, and activations and results enough that they come from beyond L2, as those of a layer do; where
+/// rows are so few that a matrix unit meets each weight once, they stay in L2.
 struct StreamProbe::Worker {
   std::vector<Call> calls;
   std::span<std::byte> weights;

@@ -370,6 +370,7 @@ TEST_P(FusedKernelsTest, SoftmaxRows) {
         for (const double score : scores) sum += std::exp(score - most);
         for (std::int64_t c = 0; c < columns; ++c) {
           const double share = std::exp(scores[static_cast<std::size_t>(c)] - most) / sum;
+          // Powers are within 1e-4, and so is their sum; 1e-37: what is as good as zero.
           ASSERT_NEAR(rows(r, c) * inverse_sums[r], share, 1e-37 + 2e-4 * share)
               << columns << " columns, row " << r << " column " << c;
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import platform
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -453,3 +454,12 @@ def test_jobs_that_several_threads_share_are_handed_over() -> None:
     assert shared["gate_up"]["handed"] == 4 * 3 * 2 * 512 / 32
     assert shared["down"]["handed"] == 4 * 3 * 2 * 384 / 32
     assert model(2).work(shape, (32,) * 4 + (0,) * 12, backward=False)["gate_up"]["handed"] == 0
+
+
+def test_rates_of_this_host_fit_any_description_of_it() -> None:
+    here = replace(MACHINE, source="measured", name=platform.node() or "here", cpu=_core.cpu_name())
+    again = replace(here, l2_ns=9.0)
+    assert here.identity != again.identity and rates_path(here, 2) == rates_path(again, 2) != rates_path(here, 1)
+    for other in (MACHINE, replace(here, cpu="another"), replace(here, source="figures")):
+        assert rates_path(other, 2) != rates_path(here, 2)
+        assert rates_path(other, 2) != rates_path(replace(other, l2_ns=9.0), 2)

@@ -182,7 +182,23 @@ def test_check_compares_what_it_runs(
     if machine.isa not in machine.kernels:
         kernels = next(iter(machine.kernels.values()))
         machine = dataclasses.replace(machine, kernels={machine.isa: kernels})
-    monkeypatch.setattr(perf.Machine, "measure", classmethod(lambda cls, progress=None: machine))
+    rounds: list[int] = []
+
+    class Described:
+        """In the place of Measurement: says what was described, without measuring."""
+
+        def __init__(self, progress: object) -> None: ...
+
+        def forget(self) -> None:
+            rounds.clear()
+
+        def rounds(self, count: int) -> None:
+            rounds.append(count)
+
+        def machine(self) -> perf.Machine:
+            return machine
+
+    monkeypatch.setattr(check, "Measurement", Described)
     small = (LayerCase(ExpertsShape(4, 64, 96, 2, 8), 24), LayerCase(ExpertsShape(4, 96, 64, 2, 0), 40, "zipf"))
     monkeypatch.setattr(check, "calibration_cases", lambda l3_bytes: small)
     shapes = [perf.GemmShape(m=3, k=256, n=128, output="fp32"), perf.GemmShape(groups=2, m=20, k=128, n=96)]
@@ -194,6 +210,8 @@ def test_check_compares_what_it_runs(
     document = json.loads(capsys.readouterr().out)
     groups = [row["group"] for row in document["summary"]]
     assert groups == ["gemm", "layer forward", "layer backward", "skewed routing"]
+    assert rounds == [2] * 6  # anew, in turn with the products
+    assert perf.Machine.from_json(document["description"]) == machine
     assert code == (0 if all(row["holds"] for row in document["summary"]) else 1)
     for pair in document["pairs"]:
         assert pair["measured_ms"] > 0 and pair["predicted_ms"] > 0 and pair["spread"] >= 1
@@ -237,7 +255,6 @@ def test_the_clock_of_one_thread(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         raise ValueError("enough")
 
     monkeypatch.setattr(check, "run_check", run_check)
-    monkeypatch.setattr(perf.Machine, "measure", classmethod(lambda cls, progress=None: perf.Machine.named("zen5-2c")))
     for command in ("predict", "tune"):
         assert main([command, "--check", "--clock", "cpu"]) == 2
         assert "--threads 1" in capsys.readouterr().err

@@ -356,8 +356,8 @@ class MachineProbe:
         """Microseconds: a parallel loop of one task a thread, and each further task of a thread."""
 
     def hand_over(self, isa: str) -> tuple[float, float, float]:
-        """Nanoseconds of a tile of 1 KB: to pack one that all threads have read, to read one that another has packed;
-        each more than one of a thread's own."""
+        """Nanoseconds of a tile of 1 KB: to pack one that all threads have read, to pack one that a quarter of them
+        have read, to read one that another has packed; each more than one of a thread's own."""
 
     def uneven(self, isa: str) -> float:
         """Of equal tasks that all threads begin together, the longest over the mean; the median of many."""

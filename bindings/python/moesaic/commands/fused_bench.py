@@ -30,12 +30,14 @@ count. of stream, of silu_mul: the time of PyTorch's exclusive or of both halves
 any arithmetic, from the caches or memory as the engine's call finds its input, over the time. Before each timed call of
 the engine and of that one the same call on 16 rows brings its code back, which the probe has driven out of the caches.
 odd over aligned: flops a second of hidden 770 over those of 768. Results are compared with PyTorch in double precision
-on 256 rows first; exits 1 if one is wrong."""
+on 256 rows (attention: on one sequence) first; exits 1 if one is wrong."""
 
 
 def add_parser(benches: Any) -> None:
     """Adds the command to those of `bench`."""
-    parser = benches.add_parser("fused", help="fused dense layers, norms and gates", description=_DESCRIPTION)
+    parser = benches.add_parser(
+        "fused", help="fused dense layers, attention, norms and gates", description=_DESCRIPTION
+    )
     parser.add_argument("--batch", type=options.positive, default=16, metavar="B", help="sequences (default 16)")
     parser.add_argument("--tokens", type=options.positive, default=512, metavar="S", help="of one (default 512)")
     parser.add_argument(
@@ -163,7 +165,7 @@ def _measure_case(
     engine = inputs.engine
     row: dict[str, Any] = {"name": case.name, "rows": case.rows, "n": case.n, "k": case.k, "peers": {}}
     row |= {"flops": case.flops, "bytes": case.bytes, "verified": inputs.error()}
-    few = replace(case, rows=16).inputs()
+    few = replace(case, rows=16).inputs()  # the fewest whose attention the engine computes
     calls: dict[str, Callable[[], object]] = {"moesaic": engine}
     first: dict[str, Callable[[], object]] = {"moesaic": few.engine}
     stream, few_stream = inputs.stream(), few.stream()

@@ -16,8 +16,8 @@ from moesaic.nn import PackedLinear, functional
 SILU_SHAPES = ((1, 1024, 1024), (8, 2048, 4096), (16, 2048, 8192), (32, 4096, 8192))
 _EPS = 1e-12
 _VERIFIED_ROWS = 256
-_HEAD = 64
-"""Numbers of a head of attention."""
+_HEAD_DIM = 64
+"""Of attention."""
 _DRAWN_ROWS = 8192
 
 
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def sequence(self) -> int:
-        """Tokens of a sequence, for attention: of rows that are no whole ones all."""
+        """Tokens of a sequence, for attention. Rows that are no whole number of sequences are one."""
         return self.tokens if self.tokens and self.rows % self.tokens == 0 else self.rows
 
     @property
@@ -79,7 +79,9 @@ def cases(
         ]
     if dtype == torch.bfloat16:  # of fp32 it is PyTorch's
         found += [
-            Case(f"self-attention {h}", "attention", rows, h, 3 * h, dtype, tokens) for h in hidden if h % _HEAD == 0
+            Case(f"self-attention {h}", "attention", rows, h, 3 * h, dtype, tokens)
+            for h in hidden
+            if h % _HEAD_DIM == 0
         ]
     odd = batch * max(1, tokens - 1)
     found += [
@@ -220,7 +222,7 @@ class _Module(torch.nn.Module):
 def _heads_of(x: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values of ``[rows, 3 n]``, each ``[sequences, heads, tokens, 64]``."""
     parts = x.view(-1, tokens, x.shape[1]).chunk(3, -1)
-    q, k, v = (part.view(*part.shape[:2], -1, _HEAD).transpose(1, 2) for part in parts)
+    q, k, v = (part.view(*part.shape[:2], -1, _HEAD_DIM).transpose(1, 2) for part in parts)
     return q, k, v
 
 

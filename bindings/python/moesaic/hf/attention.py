@@ -35,7 +35,7 @@ def attention_forward(
     """``AttentionInterface``'s function: the engine where it computes the same, else transformers' own "sdpa".
 
     Returns:
-        ``[B, T, heads, D]``, and None for the shares.
+        ``[B, T, heads, D]``, and None for the attention weights.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = dropout == 0.0 and not any(

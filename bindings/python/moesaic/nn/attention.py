@@ -25,8 +25,9 @@ def attention(
 ) -> torch.Tensor:
     """``softmax(scale q k^T) v`` for each head.
 
-    The engine computes it in bf16 (scores, softmax and sums in fp32, shares rounded) for 16 queries and more where no
-    gradient is wanted; ``torch.nn.functional.scaled_dot_product_attention`` everywhere else, gradients included.
+    The engine computes it in bf16 (scores, softmax and sums in fp32, attention weights rounded) for 16 queries and more
+    where no gradient is wanted; ``torch.nn.functional.scaled_dot_product_attention`` everywhere else, gradients
+    included.
 
     Args:
         q: ``[B, heads, T, D]``, bf16 or fp32.
@@ -59,6 +60,8 @@ def attention(
             raise TypeError(
                 f"key_mask is {getattr(key_mask, 'dtype', type(key_mask).__name__)}; expected a bool tensor"
             )
+        if not key_mask.is_cpu:
+            raise ValueError(f"key_mask is on {key_mask.device}; expected a CPU tensor")
         if tuple(key_mask.shape) != (batch, k.shape[2]):
             raise ValueError(f"key_mask has shape {list(key_mask.shape)}; expected [{batch}, {k.shape[2]}]")
     scale = size**-0.5 if scale is None else float(scale)
@@ -67,7 +70,7 @@ def attention(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     bias = None
     if key_mask is not None:
-        bias = torch.zeros(key_mask.shape).masked_fill_(~key_mask, -math.inf)
+        bias = torch.zeros(key_mask.shape, dtype=torch.float32, device="cpu").masked_fill_(~key_mask, -math.inf)
     rows = [tensor.transpose(1, 2).flatten(2) for tensor in (q, k, v)]
     out = _core.attention(rows[0], rows[1], rows[2], heads, scale, bias)
     return out.view(batch, -1, heads, size).transpose(1, 2)

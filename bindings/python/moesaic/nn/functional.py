@@ -1,4 +1,4 @@
-"""Fused dense layers, the norms, gates and attention beside them, differentiable once.
+"""Fused dense layers, the norms, gates and attention beside them.
 
 Tensors are on the CPU, bf16 or fp32, ``[..., features]`` with any number of leading dimensions; all of one call have
 one dtype, that of the packed weights. Sums and statistics are fp32. Vectors (bias, gamma, beta) are bf16 or fp32.
@@ -7,6 +7,9 @@ vectors, LoRA, the bias, and the weight if it required a gradient when it was pa
 and of LoRA are PyTorch's products of what the engine leaves; all others are the engine's.
 
 Every function raises TypeError or ValueError for a wrong type, shape, dtype or option; the message names the argument.
+
+Dense layers, norms and gates are differentiable once. `attention` takes ``[B, heads, T, D]``; where a gradient is
+wanted, and in fp32, it is PyTorch's.
 """
 
 from __future__ import annotations

@@ -285,7 +285,8 @@ class Machine:
 
     @classmethod
     def measure(cls, progress: Callable[[str], None] | None = None) -> Machine:
-        """Measures this host, in a few seconds, on up to as many threads as the engine uses.
+        """Measures this host, in some ten seconds, on up to as many threads as the engine uses. Takes up to 1 GiB of
+        memory for each number of threads that is tried: 1, 2, 4, ... and all.
 
         Args:
             progress: is told what is being measured.

@@ -152,19 +152,20 @@ class Measurement:
 
     One round takes about a second. Rounds may have anything between them. Keeps `far_bytes` of memory for each number
     of threads that is tried.
+
+    Args:
+        progress: is told what is being measured.
     """
 
     def __init__(self, progress: Callable[[str], None] | None = None) -> None:
-        """Args:
-        progress: is told what is being measured.
-        """
         self._tell = progress or (lambda text: None)
         self._host = host = _Host()
         self._probes: dict[int, _core.MachineProbe] = {}
         for n in _counts(host.threads):
             self._tell(f"memory of {n} thread{'s' if n > 1 else ''}")
             self._probes[n] = _core.MachineProbe(n, host.far)
-        # With which weights come from memory; between one and all threads only what the memory bounds.
+        # Rows with which the kernels are tried on weights from memory; between one and all threads only those that
+        # the memory bounds.
         self._rows: dict[str, _StreamRows] = {}
         self._fewest: dict[str, _StreamRows] = {}
         self.forget()
@@ -206,7 +207,7 @@ class Measurement:
         return rows
 
     def machine(self) -> Machine:
-        """The description, after a round at least."""
+        """The description, after two rounds at least."""
         host, found = self._host, self._found
 
         def by_threads(figure: Callable[[_Rates], float]) -> dict[int, float]:
@@ -282,7 +283,7 @@ def _of_turns(rates: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def _per_thread(row: _core.KernelRow, gflops: float) -> PerThread:
     """What was found, with no step faster than the ceiling, `gflops` of each thread: steps are differences of what
-    calls of two lengths take. What they seem to gain, tiles from L2 seem to lose."""
+    calls of two lengths take. What they seem to gain, tiles from L2 and, beside products, unpacking seem to lose."""
     product_ns = 2.0 * 16 * 16 * 32 / gflops
     steps = [
         [max(ns, left * right * product_ns) for right, ns in enumerate(of_left[: row["right_panels"]], 1)]
@@ -296,7 +297,7 @@ def _per_thread(row: _core.KernelRow, gflops: float) -> PerThread:
         again_ns=row["again_ns"],
         call_ns=row["call_ns"],
         l2_tile_ns=max(0.0, row["l2_tile_ns"] - slower),
-        unpack_tile_ns=row["unpack_tile_ns"],
+        unpack_tile_ns=max(0.1, row["unpack_tile_ns"] - (slower / 2 if row["unpack_overlaps"] else 0.0)),
         pack_gbps=row["pack_gbps"],
         overlap=_OVERLAPS[-1],
         unpack_overlap=_OVERLAPS[-1],
@@ -349,9 +350,9 @@ def _with_rate(
     """The machine with the rate of weights from memory, `name`, with which the model says best what
     `MachineProbe.stream` measured, by rows, and how badly it does.
 
-    What was measured is taken to be 7% uncertain, and the rate to be within some 20% of the memory's own, which kernels
-    whose requests are spread evenly may exceed: it is not told by rows whose products take much longer than the
-    memory."""
+    What was measured is taken to be 7% uncertain, and the rate to be within some 20% of the memory's own, for rows
+    whose products take much longer than the memory do not tell it. Kernels whose requests are spread evenly may exceed
+    the memory's rate."""
     most = at_threads(machine.dram_gbps, threads)
     form = name.removeprefix("few_").removesuffix("_gbps")
 

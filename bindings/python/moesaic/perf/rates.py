@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from moesaic import _core
 from moesaic.perf.cache import cache_folder
 from moesaic.perf.fields import at_least
-from moesaic.perf.machine import Machine, at_threads
+from moesaic.perf.machine import Machine, at_threads, host_key
 
 __all__ = ["LayerRates", "rates_path"]
 
@@ -20,8 +22,9 @@ _MICROSECONDS = ("task", "call", "call_backward")
 
 
 def rates_path(machine: Machine, threads: int) -> Path:
-    """Where the calibrated rates of a machine are kept."""
-    return cache_folder() / f"layer-{machine.identity}-{threads}.json"
+    """Where the calibrated rates of a machine are kept: of this host, whatever description it has just now."""
+    here = machine.source == "measured" and (machine.name, machine.cpu) == (platform.node() or "here", _core.cpu_name())
+    return cache_folder() / f"layer-{host_key() if here else machine.identity}-{threads}.json"
 
 
 @dataclass(frozen=True)
