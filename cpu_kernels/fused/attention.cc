@@ -16,6 +16,8 @@ using threadpool::Pool;
 
 /// Queries of a block, at most.
 constexpr std::int64_t kMostQueries = 64;
+/// Bytes of a thread's scratch memory that stay for the next call, at most: very many keys take more.
+constexpr std::int64_t kMostKept = 4 << 20;
 
 /// The rows of one head, as kernels take them.
 struct HeadRows {
@@ -52,7 +54,7 @@ class AttentionRun {
     Carver one;
     Take(one);
     const std::int64_t bytes = one.used();
-    const Scratch scratch(pool_.num_threads() * bytes);
+    const Scratch scratch(pool_.num_threads() * bytes, bytes <= kMostKept);
     pool_.ParallelFor(args_.q.shape[0] * args_.heads * parts_, [&](std::int64_t i, int worker) {
       Carver carver(scratch.data() + worker * bytes);
       Head(i / parts_ / args_.heads, i / parts_ % args_.heads, i % parts_, Take(carver));
@@ -62,12 +64,12 @@ class AttentionRun {
  private:
   /// Of one worker. Factors of both products, and their results.
   struct Memory {
-    TileMatrix keys;           ///< pairs: the right factor that contracts along a head's numbers
-    TileMatrix values;         ///< row pairs: the one that contracts along the keys
-    TileMatrix queries;        ///< stored
-    TileMatrix probabilities;  ///< operand
-    float* scores;             ///< [block_][ld_scores_]
-    float* out;                ///< [block_][ld_out_]
+    TileMatrix keys;     ///< pairs: the right factor that contracts along a head's numbers
+    TileMatrix values;   ///< row pairs: the one that contracts along the keys
+    TileMatrix queries;  ///< stored
+    TileMatrix powers;   ///< operand: probabilities before they are divided by their sum
+    float* scores;       ///< [block_][ld_scores_]
+    float* out;          ///< [block_][ld_out_]
     float* inverse_sums;
   };
 
@@ -80,7 +82,7 @@ class AttentionRun {
     memory.keys = tiles(TileMatrix::Activations(nullptr, keys_, head_size_));
     memory.values = tiles(TileMatrix::RowPairs(nullptr, keys_, head_size_));
     memory.queries = tiles(TileMatrix::Activations(nullptr, block_, head_size_));
-    memory.probabilities = tiles(TileMatrix::Activations(nullptr, block_, keys_));
+    memory.powers = tiles(TileMatrix::Activations(nullptr, block_, keys_));
     memory.scores = carver.Take<float>(block_ * ld_scores_);
     memory.out = carver.Take<float>(block_ * ld_out_);
     memory.inverse_sums = carver.Take<float>(block_);
@@ -98,7 +100,10 @@ class AttentionRun {
       Pack({args_.q, batch, column}, first, rows, &PackRowsArgs::stored, memory.queries);
       Multiply(memory.queries, memory.keys, {rows, keys_, head_size_}, memory.scores, ld_scores_);
       Softmax(rows, bias, memory);
-      Multiply(memory.probabilities, memory.values, {rows, head_size_, keys_}, memory.out, ld_out_);
+      Multiply(memory.powers, memory.values, {rows, head_size_, keys_}, memory.out, ld_out_);
+      for (std::int64_t i = 0; i < rows; ++i) {
+        for (std::int64_t c = 0; c < head_size_; ++c) memory.out[i * ld_out_ + c] *= memory.inverse_sums[i];
+      }
       StoreRowsArgs store;
       store.in = memory.out;
       store.ld = ld_out_;
@@ -149,7 +154,8 @@ class AttentionRun {
     kernels_.gradient_gemm(gemm);
   }
 
-  /// Scores become probabilities, rounded to bf16 tiles.
+  /// Scores become powers, rounded to bf16 tiles. What divides them comes after the product: the largest power is 1 to the last
+  /// bit, where probabilities that are equal would all be rounded in one direction.
   void Softmax(std::int64_t rows, const float* bias, const Memory& memory) const {
     const FusedRange range(FusedStage::kSoftmax, 0.0, 6.0 * static_cast<double>(rows * keys_));
     SoftmaxRowsArgs softmax;
@@ -168,10 +174,9 @@ class AttentionRun {
     pack.dtype = DType::kFloat32;
     pack.count = rows;
     pack.columns = keys_;
-    pack.row_scale = memory.inverse_sums;
-    pack.operand = memory.probabilities;
+    pack.operand = memory.powers;
     pack.panels = CeilDiv(rows, kPanelRows);
-    pack.tile_columns = memory.probabilities.columns;
+    pack.tile_columns = memory.powers.columns;
     kernels_.pack_rows(pack);
   }
 
@@ -217,6 +222,7 @@ void Attention(const AttentionArgs& args, Pool& pool) {
   Check(args.out, "out", batch, queries, columns);
   if (keys == 0) throw std::invalid_argument("k has no rows; expected one at least");
   if (batch == 0 || queries == 0 || columns == 0) return;
+  const Pool::Turn turn(pool);  // as many threads to its end as scratch memory is taken for
   AttentionRun(args, pool).Run();
 }
 

@@ -25,8 +25,9 @@ struct AttentionArgs {
   TensorView out;               ///< [B, T, heads D]
 };
 
-/// Scores and sums are fp32, probabilities p are rounded to bf16. NaN passes through. Waits for its end and may be called from
-/// several threads. Throws std::invalid_argument naming the argument, before anything is computed; std::bad_alloc.
+/// Scores and sums are fp32, p is rounded to bf16 before it is divided by its sum. NaN passes through. Waits for its end and
+/// may be called from several threads. Throws std::invalid_argument naming the argument, before anything is computed;
+/// std::bad_alloc.
 void Attention(const AttentionArgs& args, threadpool::Pool& pool);
 
 }  // namespace moesaic::fused

@@ -427,6 +427,7 @@ void Validate(const LinearArgs& args) {
 void Linear(const LinearArgs& args, Pool& pool) {
   Validate(args);
   if (args.out.shape[0] == 0 || args.out.shape[1] == 0) return;
+  const Pool::Turn turn(pool);  // as many threads to its end as scratch memory is taken for
   LinearRun(args, pool).Run();
 }
 

@@ -11,7 +11,8 @@ namespace moesaic::fused {
 /// What the last call left, for the next one to use again; a call that finds none makes its own. Throws std::bad_alloc.
 class Scratch {
  public:
-  explicit Scratch(std::int64_t bytes);
+  /// @param keep  whether it stays for the next call
+  explicit Scratch(std::int64_t bytes, bool keep = true);
   ~Scratch();
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -20,9 +21,10 @@ class Scratch {
 
  private:
   std::unique_ptr<AlignedBuffer> buffer_;
+  const bool keep_;
 };
 
-/// Frees the scratch memory that past calls left for the next: some MiB a thread, more after attention over very many keys.
+/// Frees the scratch memory that past calls left for the next: at most some MiB a thread.
 void ReleaseScratch();
 
 }  // namespace moesaic::fused

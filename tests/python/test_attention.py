@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -56,6 +58,22 @@ def test_values(shape: tuple[int, int, int, int, int], masked: bool) -> None:
     assert torch.equal(functional.attention(q.contiguous(), k.contiguous(), v.contiguous(), key_mask=mask), got)
 
 
+def test_any_layout() -> None:
+    q, k, v = operands(2, 1, 20, 30, 64)
+    expected = functional.attention(q, k, v)
+    spread = torch.zeros(2, 1, 20, 128, dtype=torch.bfloat16)[..., ::2].copy_(q)
+    turned = q.transpose(2, 3).contiguous().transpose(2, 3)
+    for other in (spread, turned, q.expand(2, 1, 20, 64)):
+        assert torch.equal(functional.attention(other, k, v), expected)
+    assert functional.attention(q[:1].expand(2, 1, 20, 64), k, v).shape == q.shape
+
+
+def test_equal_scores_are_not_rounded_in_one_direction() -> None:
+    for keys in range(1, 600, 7):
+        q, k = torch.zeros(1, 1, 16, 64).bfloat16(), torch.randn(1, 1, keys, 64).bfloat16()
+        assert torch.equal(functional.attention(q, k, torch.ones_like(k)), torch.ones_like(q)), keys
+
+
 def test_large_scores() -> None:
     """e^score would overflow."""
     q, k, v = operands(1, 2, 32, 40, 64)
@@ -73,6 +91,30 @@ def test_same_bits_for_any_number_of_threads(shape: tuple[int, int, int, int, in
     finally:
         moesaic.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_threads_change_while_others_compute() -> None:
+    """Memory is taken for as many threads as there are to the end of a call."""
+    q, k, v = operands(2, 4, 100, 150, 64)
+    before, expected = moesaic.get_num_threads(), functional.attention(q, k, v)
+    wrong: list[int] = []
+
+    def compute() -> None:
+        wrong.extend(i for i in range(40) if not torch.equal(functional.attention(q, k, v), expected))
+
+    workers = [threading.Thread(target=compute) for _ in range(3)]
+    try:
+        for worker in workers:
+            worker.start()
+        for threads in itertools.cycle((1, 3, 7)):
+            if not any(worker.is_alive() for worker in workers):
+                break
+            moesaic.set_num_threads(threads)
+    finally:
+        for worker in workers:
+            worker.join()
+        moesaic.set_num_threads(before)
+    assert wrong == []
 
 
 def test_what_is_masked_does_not_count() -> None:
@@ -115,7 +157,8 @@ def test_where_pytorch_computes() -> None:
     assert all(t.grad is not None and t.grad.any() for t in wanted)
     with torch.no_grad():
         assert torch.equal(functional.attention(*wanted, key_mask=mask), functional.attention(q, k, v, key_mask=mask))
-    assert functional.attention(q[:0], k[:0], v[:0]).shape == (0, 2, 20, 64)
+    for none in ((q[:0], k[:0], v[:0]), (q[:, :0], k[:, :0], v[:, :0]), (q, k[:, :, :0], v[:, :, :0])):
+        assert torch.equal(functional.attention(*none), F.scaled_dot_product_attention(*none))
 
 
 def test_timers_see_the_stages() -> None:
@@ -135,7 +178,9 @@ def test_bad_input() -> None:
         (lambda: functional.attention(q, k.float(), v), "k has shape .* is torch.float32"),
         (lambda: functional.attention(q, k, v[:, :1]), "v has shape"),
         (lambda: functional.attention(q, k[..., :32], v), "k has shape"),
-        (lambda: functional.attention(q, k[:, :, :0], v[:, :, :0]), "k has shape"),
+        (lambda: functional.attention(q, k, v[:, :, :20]), "v has shape"),
+        (lambda: functional.attention(q, k, v, scale="0.5"), "scale is a str"),  # type: ignore[arg-type]
+        (lambda: functional.attention(q, k, v, scale=float("nan")), "scale is nan"),
         (lambda: functional.attention(q, k, v, key_mask=mask[:1]), "key_mask has shape"),
         (lambda: functional.attention(q, k, v, key_mask=mask.float()), "key_mask is torch.float32"),
     ]

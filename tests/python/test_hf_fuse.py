@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,6 +229,37 @@ def test_attention_that_is_not_an_encoders(engine_attention: list[torch.Size]) -
         moesaic.hf.fuse(model)
         assert error(output(model, {**given, "attention_mask": mask}), expected) < 2e-2
     assert engine_attention == []
+
+
+def test_another_attention_after_fuse(engine_attention: list[torch.Size]) -> None:
+    model = bert().bfloat16().eval()
+    stock = copy.deepcopy(model)
+    moesaic.hf.fuse(model)
+    given = {"input_ids": torch.randint(3, 50, (2, 24))}
+    for one in (stock, model):
+        one.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = [one(**given, output_attentions=True).attentions for one in (stock, model)]
+        assert [w.shape for w in weights[0]] == [w.shape for w in weights[1]] == [torch.Size([2, 4, 24, 24])] * 2
+        model.set_attn_implementation("sdpa")
+        output(model, given)
+    assert engine_attention == []  # fuse anew for that
+
+
+def test_a_fused_model_in_another_process(tmp_path: Path) -> None:
+    model = bert().bfloat16().eval()
+    moesaic.hf.fuse(model)
+    given = torch.randint(3, 50, (2, 24))
+    with torch.no_grad():
+        torch.save((model, given, model(given)[0]), tmp_path / "model.pt")
+    program = (
+        "import sys, torch; model, given, out = torch.load(sys.argv[1], weights_only=False)\n"
+        "with torch.no_grad(): print(torch.equal(model(given)[0], out))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "model.pt")], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_configurations_are_as_they_were() -> None:

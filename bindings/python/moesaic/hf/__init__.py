@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError("moesaic.hf needs transformers 5.7 or newer: pip install 'transformers>=5.7'") from error
 
-from moesaic.hf import adapters, experts
+from moesaic.hf import adapters, attention, experts
 from moesaic.hf.blocks import IMPLEMENTATION, find_blocks, refusal
 from moesaic.hf.fuse import FusedModule, FuseReport, KeptModule, fuse, unfuse
 from moesaic.hf.prepare import BlockReport, PrepareReport, prepare, restore
@@ -66,6 +66,7 @@ def _register() -> bool:
         pass
     else:
         ALL_FP8_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts.refuse_fp8_experts)
+    attention.register()
     return adapters.install()
 
 

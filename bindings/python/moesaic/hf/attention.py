@@ -7,6 +7,7 @@ configuration. A served layer has a copy of that with the engine's name; masks a
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from moesaic.nn import functional
 from moesaic.nn.attention import is_served
 
-__all__ = ["attention_forward", "restore", "serve"]
+__all__ = ["attention_forward", "register", "restore", "serve"]
 
 _NAME = "moesaic"
 _KEPT = "_moesaic_config"  # of a served layer: its configuration as it was
@@ -37,6 +38,20 @@ def attention_forward(
     Returns:
         ``[B, T, heads, D]``, and None for the attention weights.
     """
+    config = module.__dict__.get(_KEPT)
+    if config is not None and config._attn_implementation != "sdpa":  # set_attn_implementation was called since
+        found: tuple[torch.Tensor, torch.Tensor | None] = _set_since(module)(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            **({} if is_causal is None else {"is_causal": is_causal}),
+            **kwargs,
+        )
+        return found
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = dropout == 0.0 and not any(
         kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux", "sliding_window")
@@ -72,6 +87,24 @@ def _key_mask(mask: torch.Tensor, batch: int, keys: int) -> torch.Tensor | None:
     return first[:, 0].expand(batch, keys)
 
 
+def _set_since(module: Any) -> Any:
+    """The function of the implementation that the model was set to; the layer is no longer served."""
+    from transformers import AttentionInterface
+
+    restore(module)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return AttentionInterface().get_interface(module.config._attn_implementation, eager)
+
+
+def register() -> None:
+    """Makes the engine's function known to transformers by its name, with the masks of "sdpa"."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(_NAME, attention_forward)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+
+
 def serve(module: nn.Module) -> str | None:
     """Lets the engine compute the attention of a layer. None, or why it does not; "" for what is no such layer."""
     config: Any = getattr(module, "config", None)
@@ -83,11 +116,6 @@ def serve(module: nn.Module) -> str | None:
     dtype = next((p.dtype for p in module.parameters()), None)
     if dtype != torch.bfloat16:
         return f"its weights are {str(dtype).removeprefix('torch.')}; expected bfloat16"
-    try:
-        from transformers import AttentionInterface
-    except ImportError:
-        return "this transformers has no AttentionInterface"
-    AttentionInterface.register(_NAME, attention_forward)
     own = copy.copy(config)
     own._attn_implementation_internal = _NAME  # without what it does to configurations inside of this one
     module.__dict__[_KEPT] = config

@@ -6,6 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from moesaic import _core
 from moesaic.nn import checked
@@ -49,11 +50,10 @@ def attention(
                 f"{name} has shape {list(tensor.shape)} and is {tensor.dtype}; expected 4 dimensions, {q.dtype}"
             )
     batch, heads, _, size = q.shape
-    expected = (batch, heads, k.shape[2], size)
     for tensor, name in ((k, "k"), (v, "v")):
-        if tuple(tensor.shape) != expected or tensor.shape[2] == 0:
+        if (*tensor.shape[:2], tensor.shape[3]) != (batch, heads, size) or tensor.shape[2] != k.shape[2]:
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)}; expected [{batch}, {heads}, S, {size}], as q and k"
+                f"{name} has shape {list(tensor.shape)}; expected [{batch}, {heads}, S, {size}], as q and k have it"
             )
     if key_mask is not None:
         if not isinstance(key_mask, torch.Tensor) or key_mask.dtype != torch.bool:
@@ -64,19 +64,34 @@ def attention(
             raise ValueError(f"key_mask is on {key_mask.device}; expected a CPU tensor")
         if tuple(key_mask.shape) != (batch, k.shape[2]):
             raise ValueError(f"key_mask has shape {list(key_mask.shape)}; expected [{batch}, {k.shape[2]}]")
-    scale = size**-0.5 if scale is None else float(scale)
+    if scale is None:
+        scale = size**-0.5
+    elif not isinstance(scale, (int, float)):
+        raise TypeError(f"scale is a {type(scale).__name__}; expected a number")
+    elif not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; expected a finite number")
     if not is_served(q, k, v):
         mask = None if key_mask is None else key_mask[:, None, None, :]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     bias = None
     if key_mask is not None:
         bias = torch.zeros(key_mask.shape, dtype=torch.float32, device="cpu").masked_fill_(~key_mask, -math.inf)
-    rows = [tensor.transpose(1, 2).flatten(2) for tensor in (q, k, v)]
+    rows = [_rows_of(tensor) for tensor in (q, k, v)]
     out = _core.attention(rows[0], rows[1], rows[2], heads, scale, bias)
     return out.view(batch, -1, heads, size).transpose(1, 2)
 
 
+def _rows_of(heads: torch.Tensor) -> torch.Tensor:
+    """``[B, rows, heads D]``; a view wherever it can be one."""
+    rows = heads.transpose(1, 2).flatten(2)
+    return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
+
+
 def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the engine computes attention of such tensors."""
-    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return q.dtype == torch.bfloat16 and q.shape[2] >= _LEAST_QUERIES and q.shape[0] > 0 and not wanted
+    """Whether the engine computes attention of such tensors: of numbers in memory, which tracers do not have."""
+    tensors = (q, k, v)
+    if any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors) or torch.jit.is_tracing():  # type: ignore[no-untyped-call, attr-defined]
+        return False
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    some = q.shape[2] >= _LEAST_QUERIES and q.numel() > 0 and k.numel() > 0
+    return q.dtype == torch.bfloat16 and some and not wanted
