@@ -9,6 +9,7 @@
 #include <limits>
 #include <vector>
 
+#include "cpu_kernels/fused/attention.h"
 #include "cpu_kernels/fused/linear.h"
 #include "cpu_kernels/isa.h"
 #include "tests/cpu_kernels/tiles.h"
@@ -546,6 +547,60 @@ TEST(FusedLayerTest, SameBitsForEveryDivision) {
       fused::Linear(args, pool);
       const std::size_t bytes = std::size_t{333} * 290 * static_cast<std::size_t>(SizeOf(dtype));
       ASSERT_EQ(std::memcmp(results.back().data(), results.front().data(), bytes), 0) << threads << " threads";
+    }
+  }
+}
+
+TEST(FusedLayerTest, Attention) {
+  constexpr std::int64_t kBatch = 2, kQueries = 70, kKeys = 53, kHeads = 3, kSize = 20, kColumns = kHeads * kSize;
+  std::mt19937_64 random(9);
+  const Dense q = RandomValues(kBatch * kQueries, kColumns, random), k = RandomValues(kBatch * kKeys, kColumns, random),
+              v = RandomValues(kBatch * kKeys, kColumns, random);
+  std::vector<float> bias(kBatch * kKeys, 0.0f);
+  for (std::size_t s = 0; s < bias.size(); s += 3) bias[s] = -std::numeric_limits<float>::infinity();
+  const Rows q_rows(DType::kBFloat16, q, 61), k_rows(DType::kBFloat16, k, 64), v_rows(DType::kBFloat16, v, 60);
+  const auto of_batches = [](const Rows& rows, std::int64_t count) {
+    TensorView view = rows.view();
+    view.rank = 3;
+    view.shape = {kBatch, count, kColumns};
+    view.stride = {count * rows.stride(), rows.stride(), 1};
+    return view;
+  };
+  std::vector<Rows> results;
+  for (const int threads : {1, 5}) {
+    threadpool::Pool pool(threads);
+    results.emplace_back(DType::kBFloat16, kBatch * kQueries, kColumns, kColumns + 3);
+    const fused::AttentionArgs args{
+        of_batches(q_rows, kQueries),        of_batches(k_rows, kKeys), of_batches(v_rows, kKeys), kHeads, 0.3f, bias.data(),
+        of_batches(results.back(), kQueries)};
+    fused::Attention(args, pool);
+    results.back().ExpectGapsUntouched();
+    fused::AttentionArgs wrong = args;
+    wrong.heads = 7;
+    EXPECT_THROW(fused::Attention(wrong, pool), std::invalid_argument);
+    wrong = args;
+    wrong.v.shape[1] = kKeys - 1;
+    EXPECT_THROW(fused::Attention(wrong, pool), std::invalid_argument);
+    wrong = args;
+    wrong.k.dtype = DType::kFloat32;
+    EXPECT_THROW(fused::Attention(wrong, pool), std::invalid_argument);
+  }
+  for (std::int64_t row = 0; row < kBatch * kQueries; ++row) {
+    const std::int64_t keys = row / kQueries * kKeys;
+    for (std::int64_t head = 0; head < kHeads; ++head) {
+      double sum = 0, out[kSize] = {};
+      for (std::int64_t s = keys; s < keys + kKeys; ++s) {
+        double score = 0;
+        for (std::int64_t c = head * kSize; c < (head + 1) * kSize; ++c) score += static_cast<double>(q(row, c)) * k(s, c);
+        const double power = std::exp(0.3 * score + bias[static_cast<std::size_t>(s)]);
+        sum += power;
+        for (std::int64_t c = 0; c < kSize; ++c) out[c] += power * v(s, head * kSize + c);
+      }
+      for (std::int64_t c = 0; c < kSize; ++c) {
+        // Half a unit in the last place of bf16 for p, whose values are about 1, and for the result.
+        ASSERT_NEAR(results[0](row, head * kSize + c), out[c] / sum, 0x1p-7) << "row " << row << " head " << head;
+        ASSERT_EQ(results[1](row, head * kSize + c), results[0](row, head * kSize + c));
+      }
     }
   }
 }
