@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cpu_kernels/fused/checks.h"
 #include "cpu_kernels/fused/ranges.h"
 #include "cpu_kernels/fused/scratch.h"
 #include "cpu_kernels/kernels.h"
@@ -187,18 +188,13 @@ class AttentionRun {
   std::int64_t block_ = 0, parts_ = 0, blocks_of_part_ = 0;
 };
 
-std::string ShapeOf(const TensorView& view) {
-  std::string text = "[";
-  for (int d = 0; d < view.rank; ++d) text += (d > 0 ? ", " : "") + std::to_string(view.shape[static_cast<std::size_t>(d)]);
-  return text + "]";
-}
-
 void Check(const TensorView& view, const char* name, std::int64_t batch, std::int64_t rows, std::int64_t columns) {
   if (view.rank != 3 || view.shape[0] != batch || view.shape[1] != rows || view.shape[2] != columns) {
-    throw std::invalid_argument(std::string(name) + " has shape " + ShapeOf(view) + "; expected [" + std::to_string(batch) +
+    throw std::invalid_argument(std::string(name) + " has shape " + ShapeText(view) + "; expected [" + std::to_string(batch) +
                                 ", " + std::to_string(rows) + ", " + std::to_string(columns) + "]");
   }
-  if (view.dtype != DType::kBFloat16) throw std::invalid_argument(std::string(name) + " is float32; expected bfloat16");
+  if (view.dtype != DType::kBFloat16)
+    throw std::invalid_argument(std::string(name) + " is " + NameOf(view.dtype) + "; expected bfloat16");
   if (columns > 1 && view.stride[2] != 1) {
     throw std::invalid_argument(std::string(name) + " has gaps between its columns; expected contiguous rows");
   }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu_kernels/fused/checks.h"
 #include "cpu_kernels/fused/ranges.h"
 #include "cpu_kernels/fused/scratch.h"
 #include "cpu_kernels/kernels.h"
@@ -358,16 +359,6 @@ class LinearRun {
   std::int64_t worker_bytes_ = 0;
   char* base_ = nullptr;
 };
-
-std::string ShapeText(const TensorView& view) {
-  std::string text = "[";
-  text += std::to_string(view.shape[0]);
-  text += ", ";
-  text += std::to_string(view.shape[1]);
-  return text += ']';
-}
-
-const char* NameOf(DType dtype) { return dtype == DType::kFloat32 ? "float32" : "bfloat16"; }
 
 /// [rows, columns] of `dtype` with contiguous columns.
 void Check(const TensorView& view, const char* name, std::int64_t rows, std::int64_t columns, DType dtype) {

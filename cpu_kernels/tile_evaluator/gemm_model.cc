@@ -131,7 +131,7 @@ struct TaskCost {
 constexpr double kUnlike = 0.25;
 
 /// To pack a tile that so many threads have read, more than one of a thread's own: between what was measured. (AMX, 16 threads,
-/// in two states of a host, with packing itself: 0.9, 1.4 and 2.1 us where 4, 8 and all have; 1.6 to 1.9 and 1.9 to 2.1 where 4
+/// in two states of a host, with packing itself: 0.9, 1.4 and 2.1 us where 4, 8 and all have; 1.6 to 1.9 and 1.9 to 2.4 where 4
 /// and 6 or more have.)
 double ClaimNs(const MachineModel& machine, double readers) {
   const double few = ReadersOfQuarter(machine.threads), all = machine.threads;

@@ -95,8 +95,8 @@ struct HandOver {
 
 /// Some 0.5 MB of tiles, which every worker reads in a direct product with two panels of weights of its own and of which each
 /// packs another part every time, after other data went through the caches. The median of a few times, each the mean over the
-/// workers. (Of a host
-/// in one of two states packing takes what the median says, and the least is a third of it; in the other the median says more.)
+/// workers. (On a host in one of its two states packing takes what the median says, and the least is a third of it; in the
+/// other one the median says more.)
 HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool);
 
 /// Nanoseconds of one call of the widest cell with six steps, on the calling thread, in some 0.2 ms: beside

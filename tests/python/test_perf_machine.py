@@ -114,6 +114,21 @@ def test_threads_that_share_cores():
         assert on_top > 0 and (abs(beside) < 0.02 * on_top) == hidden
 
 
+def test_few_rows_fetch_what_comes_next_themselves():
+    """Products that take as long as the memory: beside it, also where no call prefetches for the next one."""
+    machine = Machine.named("zen5-2c")
+    kernels = machine.kernels[machine.isa]
+    tile_ns = 1024 / kernels.few_direct_gbps[1]
+    each = dataclasses.replace(kernels.per_thread[1], few_tile_ns=((tile_ns,) * 24, (tile_ns,) * 24))
+    kernels = dataclasses.replace(kernels, per_thread={1: each})
+    machine = dataclasses.replace(machine, kernels={machine.isa: kernels})
+    shape = GemmShape(m=8, k=4096, n=128, output="fp32", packed=True)
+    configuration = Configuration("direct", 16, 128, 16, 128, 4096, "columns")
+    milliseconds = GemmEvaluator(machine, 1, cache=False).estimate(shape, configuration).milliseconds
+    memory_ms = tile_ns * (128 // 16) * (4096 // 32) * 1e-6
+    assert 1.2 * memory_ms < milliseconds < 1.5 * memory_ms
+
+
 def test_rows_that_a_thread_has_read_before():
     machine = dataclasses.replace(Machine.named("emr-16c"), uneven={1: 1.0})
     slow_l3 = dataclasses.replace(machine, l3_gbps={n: gbps / 4 for n, gbps in machine.l3_gbps.items()})

@@ -26,8 +26,8 @@ def attention(
 ) -> torch.Tensor:
     """``softmax(scale q k^T) v`` for each head.
 
-    The engine computes it in bf16 (scores, softmax and sums in fp32, attention weights rounded) for 16 queries and more
-    where no gradient is wanted; ``torch.nn.functional.scaled_dot_product_attention`` everywhere else, gradients
+    The engine computes it in bf16 (scores and sums in fp32, e^score rounded before it is divided) for 16 queries and
+    more where no gradient is wanted; ``torch.nn.functional.scaled_dot_product_attention`` everywhere else, gradients
     included.
 
     Args:
