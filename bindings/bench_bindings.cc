@@ -176,9 +176,9 @@ class MachineProbe {
     return {rates.best, rates.mean};
   }
   double Uneven(const std::string& isa) { return bench::MeasureUneven(RunnableTier(isa), pool_); }
-  std::tuple<double, double, double> HandOver(const std::string& isa) {
+  std::tuple<double, double, double, double> HandOver(const std::string& isa) {
     const bench::HandOver found = bench::MeasureHandOver(RunnableTier(isa), pool_);
-    return {found.claim_ns, found.claim_few_ns, found.fetch_ns};
+    return {found.claim_ns, found.claim_few_ns, found.claim_one_ns, found.fetch_ns};
   }
   std::unique_ptr<bench::KernelProbe> Kernels(const std::string& isa) {
     return std::make_unique<bench::KernelProbe>(RunnableTier(isa), &pool_);
@@ -196,8 +196,8 @@ class MachineProbe {
   bench::StreamProbe stream_;
 };
 
-py::dict KernelFiguresOf(const bench::KernelProbe& probe) {
-  const KernelFigures figures = probe.Figures();
+py::dict KernelFiguresOf(const bench::KernelProbe& probe, double product_ns) {
+  const KernelFigures figures = probe.Figures(product_ns);
   py::dict row;
   row["left_panels"] = figures.left_panels;
   row["right_panels"] = figures.right_panels;
@@ -240,7 +240,7 @@ void RegisterMachineProbe(py::module_& module) {
       .def(py::init([](const std::string& isa) { return std::make_unique<bench::KernelProbe>(RunnableTier(isa)); }),
            py::arg("isa"))
       .def("turn", &bench::KernelProbe::Turn, WithoutLock())
-      .def("figures", &KernelFiguresOf);
+      .def("figures", &KernelFiguresOf, py::arg("product_ns"));
   module.def(
       "measure_cell", [](const std::string& isa) { return bench::MeasureCell(RunnableTier(isa)); }, py::arg("isa"),
       WithoutLock());

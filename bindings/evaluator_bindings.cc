@@ -47,6 +47,7 @@ MachineModel MachineOf(const py::dict& figures) {
   machine.task_us = Field<double>(figures, "task_us");
   machine.claim_ns = Field<double>(figures, "claim_ns");
   machine.claim_few_ns = Field<double>(figures, "claim_few_ns");
+  machine.claim_one_ns = Field<double>(figures, "claim_one_ns");
   KernelFigures& kernel = machine.kernel;
   kernel.left_panels = Field<std::int64_t>(figures, "left_panels");
   kernel.right_panels = Field<std::int64_t>(figures, "right_panels");
@@ -72,6 +73,7 @@ MachineModel MachineOf(const py::dict& figures) {
   kernel.unpack_overlaps = Field<bool>(figures, "unpack_overlaps");
   kernel.overlap = Field<double>(figures, "overlap");
   kernel.unpack_overlap = Field<double>(figures, "unpack_overlap");
+  kernel.few_overlap = Field<double>(figures, "few_overlap");
   kernel.pack_gbps = Field<double>(figures, "pack_gbps");
   for (const auto& [name, by_threads] : {std::pair("uneven", &machine.uneven),
                                          {"direct_gbps", &kernel.direct_gbps},

@@ -57,10 +57,11 @@ constexpr double kAllFound = 0.5, kNoneFound = 1.75;
 /// Of weights' way from memory and their unpacking before the products: prefetches are spread over the unpacking evenly.
 constexpr double kUnpackOverlap = 2;
 
-/// Of the forms for few rows, whose prefetches are spread evenly, where they pass a tile once, and where the second pass finds
-/// it in L1; without any prefetches: 1. (Zen 5, one core that reads 40 GB/s, ns a tile from L2 and from memory: direct, 4, 8,
-/// 12 and 16 rows 15, 23, 37, 39 and 29, 31, 37, 40; unpack, 8, 12, 16 and 32 rows 20, 28, 38, 76 and 32, 34, 41, 76.)
-constexpr double kOncePassedOverlap = 2.5, kPassedOverlap = 6;
+/// Of the forms for few rows, whose prefetches are spread evenly, where the second pass finds a tile in L1; without any
+/// prefetches: 1. (Where they pass it once: KernelFigures::few_overlap. Zen 5, one core that reads 40 GB/s, ns a tile from L2
+/// and from memory: direct, 4, 8, 12 and 16 rows 15, 23, 37, 39 and 29, 31, 37, 40; unpack, 8, 12, 16 and 32 rows 20, 28, 38,
+/// 76 and 32, 34, 41, 76.)
+constexpr double kPassedOverlap = 6;
 /// Rows of a pass.
 constexpr std::int64_t kDirectPass = 8;
 
@@ -132,11 +133,15 @@ constexpr double kUnlike = 0.25;
 
 /// To pack a tile that so many threads have read, more than one of a thread's own: between what was measured. (AMX, 16 threads,
 /// in two states of a host, with packing itself: 0.9, 1.4 and 2.1 us where 4, 8 and all have; 1.6 to 1.9 and 1.9 to 2.4 where 4
-/// and 6 or more have.)
+/// and 6 or more have. Where one has: 0.2 to 0.3 in both.)
 double ClaimNs(const MachineModel& machine, double readers) {
   const double few = ReadersOfQuarter(machine.threads), all = machine.threads;
-  if (readers <= few) return machine.claim_few_ns * readers / few;
-  return machine.claim_few_ns + (machine.claim_ns - machine.claim_few_ns) * std::log(readers / few) / std::log(all / few);
+  const auto between = [&](double least, double most, double least_ns, double most_ns) {
+    if (readers <= least) return least_ns;
+    return least_ns + (most_ns - least_ns) * std::log(readers / least) / std::log(most / least);
+  };
+  if (readers >= few) return between(few, all, machine.claim_few_ns, machine.claim_ns);
+  return between(1, few, machine.claim_one_ns, machine.claim_few_ns);
 }
 
 /// Sizes of one task, and where its operands are read from the first time.
@@ -514,7 +519,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   // slow in the mean.) Memory comes beside all of it there, and beside the unpacking where vectors compute, too.
   const bool unpack_first = problem.form == GemmForm::kUnpack && !unit && !cost.few;
   const bool unpacks = problem.form == GemmForm::kUnpack;
-  const double overlap = cost.few  ? (cost.passed_once ? kOncePassedOverlap : kPassedOverlap)
+  const double overlap = cost.few  ? (cost.passed_once ? kernel.few_overlap : kPassedOverlap)
                          : unpacks ? (cost.once ? kRingOverlap : kernel.unpack_overlap)
                                    : kernel.overlap;
   const Overlap beside(overlap);
@@ -681,13 +686,17 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   const double even = work / threads;
   double span = even;
   if (machine.threads > 1 && tasks > 0) {
-    const double uneven = std::max(longest, even + 0.5 * last * (threads - 1) / threads);
-    const double rounds = Rounds(whole, rest, threads), filled = std::max(std::min(rounds, uneven), longest);
-    // Threads that are not equally fast take more or fewer of several tasks each: their rounds fill up as well.
-    const double slowest = machine.uneven[static_cast<std::size_t>(std::min(tasks, threads)) - 1] - 1;
+    // What the slowest thread's task takes longer, while the others leave the memory to it.
+    const double slowest = machine.uneven[static_cast<std::size_t>(std::min(tasks, threads)) - 1] - 1, delay = slowest * slow;
+    const double waited = 0.5 * last * (threads - 1) / threads;
+    const double rounds = Rounds(whole, rest, threads), filled = std::max(std::min(rounds, even + waited), longest) + delay;
+    // Threads that are not equally fast take more or fewer of several tasks each: their rounds fill up as well, and who takes
+    // the last one is as likely to be slow as not. (AMX, 16 threads at 1.5, 22, 24, 32, 44, 60 and 112 equal tasks: the longest
+    // time of a thread 1.9, 1.95, 2.6, 3.35, 4.4 and 7.5 tasks.)
     const double unlike = tasks > threads ? std::min(slowest / kUnlike, 1.0) : 0.0;
-    span = problem.groups.size() == 1 ? rounds + unlike * (filled - rounds) : filled;
-    span += slowest * slow;  // the slowest thread's last task, while the others leave the memory to it
+    const double shared = std::max(longest + delay, even + waited * (1 + slowest / 2));
+    const double alike = problem.groups.size() == 1 ? rounds + delay : filled;
+    span = alike + unlike * (shared - alike);
   }
   PartOf(estimate.parts, GemmPart::kScheduling) = span - even;
   double packing = 0;

@@ -37,6 +37,7 @@ struct KernelFigures {
   /// (sum of t^overlap)^(1/overlap). 1: one after the other; 3: nearly at the same time.
   double overlap = 3;
   double unpack_overlap = 3;  ///< the same of the unpack form
+  double few_overlap = 2.5;   ///< of the forms for few rows where they pass a tile once
   double pack_gbps = 0;       ///< rows become tiles, bytes of bf16 written by one thread
   /// Rates at which 1, 2, ... and all threads together take weights from memory, the others leaving it alone.
   std::vector<double> direct_gbps, unpack_gbps;
@@ -59,9 +60,9 @@ struct MachineModel {
   double task_us = 0;                              ///< one more task in it
   /// Of equal tasks that 1, 2, ... and all threads begin together, the longest over the mean.
   std::vector<double> uneven;
-  /// To pack a tile that all threads have read, or that a quarter of them have (ReadersOfQuarter): more than one that was the
-  /// packing thread's own.
-  double claim_ns = 0, claim_few_ns = 0;
+  /// To pack a tile that all threads have read, that a quarter of them have (ReadersOfQuarter), or that another one has packed:
+  /// more than one that was the packing thread's own.
+  double claim_ns = 0, claim_few_ns = 0, claim_one_ns = 0;
   KernelFigures kernel;
 };
 

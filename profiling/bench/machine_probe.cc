@@ -348,7 +348,7 @@ void KernelProbe::Turn() {
   }
 }
 
-KernelFigures KernelProbe::Figures() const {
+KernelFigures KernelProbe::Figures(double product_ns) const {
   KernelFigures figures;
   std::vector<double> ns;
   for (const std::vector<double>& turns : ns_) ns.push_back(Median(turns));
@@ -361,7 +361,8 @@ KernelFigures KernelProbe::Figures() const {
   double fixed = 0;
   for (std::int64_t a = 0; a < tier_.left_panels; ++a) {
     for (std::int64_t b = 0; b < tier_.right_panels; ++b) {
-      const double step = std::max(ns[with_long_[a][b]] - ns[with_short_[a][b]], 0.1) / (kLong - kShort);
+      const double least = static_cast<double>((a + 1) * (b + 1)) * product_ns;
+      const double step = std::max((ns[with_long_[a][b]] - ns[with_short_[a][b]]) / (kLong - kShort), least);
       figures.step_ns[static_cast<std::size_t>(a)][static_cast<std::size_t>(b)] = step;
       fixed = std::max(0.0, ns[with_short_[a][b]] - kShort * step);
     }
@@ -375,10 +376,12 @@ KernelFigures KernelProbe::Figures() const {
   const double step = figures.step_ns[static_cast<std::size_t>(a)][static_cast<std::size_t>(b)];
   if (tier_.unpack_overlaps) {
     constexpr double kOfAll = kPieces * kCells;
-    const double from_l2 = (ns[longer_cells_] - ns[some_cells_]) / (kOfAll * kShortSlice);
-    figures.l2_tile_ns = std::max(0.0, from_l2 - figures.step_ns[1][0]);
+    const double from_l2 = std::max((ns[longer_cells_] - ns[some_cells_]) / (kOfAll * kShortSlice), figures.step_ns[1][0]);
+    figures.l2_tile_ns = from_l2 - figures.step_ns[1][0];
     const auto widest = static_cast<double>(tier_.left_panels * tier_.right_panels) / 2;  // of cells of two tiles
-    figures.cell_ns = std::max(0.0, widest * (2 * ns[some_cells_] - ns[longer_cells_]) / kOfAll);
+    // What both lengths take beyond their steps.
+    const double cells = (ns[some_cells_] + ns[longer_cells_]) / 2 - 1.5 * kOfAll * kShortSlice * from_l2;
+    figures.cell_ns = std::max(0.0, widest * cells / kOfAll);
     figures.again_ns = figures.cell_ns + std::max(0.0, widest * (ns[again_] - ns[some_cells_]) / kOfAll);
   } else {
     const auto cell = [&](std::size_t cells, double least) {
@@ -486,7 +489,7 @@ HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool) {
   };
   const std::int64_t few = ReadersOfQuarter(pool.num_threads());
   const auto tiles_of_part = static_cast<double>(pack.panels * part), all_tiles = static_cast<double>(pack.panels * columns);
-  std::vector<double> claimed, claimed_few, own, fetched, kept;
+  std::vector<double> claimed, claimed_few, claimed_one, own, fetched, kept;
   // Between two calls weights stream through the caches.
   const ReadBlock read = WidestReadBlock();
   AlignedBuffer others(kOthers);
@@ -512,13 +515,14 @@ HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool) {
       if (worker * few % threads < few) reading(worker);
     });
     claiming(claimed_few);
+    claiming(claimed_one);
     add(fetched, all_tiles, reading);
     add(kept, all_tiles, reading);
   }
   const auto more = [](const std::vector<double>& ns, const std::vector<double>& base) {
     return std::max(0.0, Median(ns) - Median(base));
   };
-  return {more(claimed, own), more(claimed_few, own), more(fetched, kept)};
+  return {more(claimed, own), more(claimed_few, own), more(claimed_one, own), more(fetched, kept)};
 }
 
 double MeasureCell(const KernelTier& tier) {

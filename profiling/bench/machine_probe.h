@@ -63,7 +63,11 @@ class KernelProbe {
   void Turn();
   /// From the least time of each call on one thread, the median over the turns on several: all of KernelFigures but the rates
   /// from memory and how they overlap. After a Turn().
-  KernelFigures Figures() const;
+  ///
+  /// @param product_ns  of a product of two tiles at the compute ceiling: no step counts as faster. Steps are differences of
+  /// what
+  ///                    calls of two lengths take; what they seem to gain, the rest of these calls would seem to lose.
+  KernelFigures Figures(double product_ns) const;
 
  private:
   using Bodies = std::vector<std::function<void()>>;
@@ -86,10 +90,10 @@ class KernelProbe {
 double MeasureUneven(const KernelTier& tier, threadpool::Pool& pool);
 
 /// What it takes that threads hand tiles of activations to each other, nanoseconds of a tile of 1 KB: to pack one that all of
-/// them have read, or a quarter (ReadersOfQuarter), and to read one that another has packed, each more than one of a thread's
-/// own.
+/// them have read, a quarter (ReadersOfQuarter), or none but the one that packed it before, and to read one that another has
+/// packed, each more than one of a thread's own.
 struct HandOver {
-  double claim_ns = 0, claim_few_ns = 0;
+  double claim_ns = 0, claim_few_ns = 0, claim_one_ns = 0;
   double fetch_ns = 0;
 };
 

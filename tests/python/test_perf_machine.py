@@ -6,6 +6,7 @@ import json
 import pytest
 
 import moesaic
+from moesaic import _core
 from moesaic.perf import GemmEvaluator, GemmShape, Machine, measure
 from moesaic.perf.gemm_evaluator import Configuration
 
@@ -56,25 +57,22 @@ def test_cores_that_share_what_computes():
 
 
 def test_no_step_is_faster_than_the_ceiling():
-    row = {
-        "left_panels": 2,
-        "right_panels": 2,
-        "step_ns": [(9.0, 16.0, 0.0), (12.0, 26.0, 0.0)],
-        "few_tile_ns": ((), ()),
-        "cell_ns": 1.0,
-        "again_ns": 2.0,
-        "call_ns": 3.0,
-        "l2_tile_ns": 7.0,
-        "unpack_tile_ns": 30.0,
-        "unpack_overlaps": True,
-        "pack_gbps": 10.0,
-    }
-    slow = measure._per_thread(row, 2.0 * 16 * 16 * 32 / 5.0)  # 5 ns a product
-    assert slow.step_ns == ((9.0, 16.0), (12.0, 26.0)) and slow.l2_tile_ns == 7.0
-    # 7 ns: two left panels with one take 14, so a tile from L2 takes 2 less beyond that, and unpacking one of two.
-    fast = measure._per_thread(row, 2.0 * 16 * 16 * 32 / 7.0)
-    assert fast.step_ns == (pytest.approx((9.0, 16.0)), pytest.approx((14.0, 28.0)))
-    assert fast.l2_tile_ns == pytest.approx(5.0) and fast.unpack_tile_ns == pytest.approx(29.0)
+    for isa, runs in _core.kernel_tiers():
+        if not runs:
+            continue
+        probe = _core.KernelProbe(isa)
+        probe.turn()
+        measured = probe.figures(1e-3)
+        left, right = measured["left_panels"], measured["right_panels"]
+        product_ns = 2 * max(ns for row in measured["step_ns"] for ns in row)
+        slow = probe.figures(product_ns)
+        for i in range(left):
+            for j in range(right):
+                assert slow["step_ns"][i][j] == pytest.approx((i + 1) * (j + 1) * product_ns)
+        # The same calls took what they took: the rest of them takes less.
+        for name in ("cell_ns", "call_ns", "l2_tile_ns", "unpack_tile_ns"):
+            assert slow[name] <= measured[name]
+        assert slow["few_tile_ns"] == measured["few_tile_ns"] and slow["pack_gbps"] == measured["pack_gbps"]
 
 
 def test_threads_that_share_cores():
@@ -157,7 +155,7 @@ def test_one_thread_counts_at_its_best_and_several_as_usual():
 
 def test_threads_hand_tiles_to_each_other():
     machine = Machine.named("emr-16c")
-    free = dataclasses.replace(machine, claim_ns={1: 0.0}, claim_few_ns={1: 0.0})
+    free = dataclasses.replace(machine, claim_ns={1: 0.0}, claim_few_ns={1: 0.0}, claim_one_ns={1: 0.0})
     shape = GemmShape(m=512, k=2048, n=4096)
     tiles = 512 // 16 * 2048 // 32
 
@@ -165,10 +163,11 @@ def test_threads_hand_tiles_to_each_other():
         return GemmEvaluator(some, threads, cache=False).evaluate(shape).milliseconds
 
     # Each thread packs its share.
-    claimed = dataclasses.replace(free, claim_ns={1: 0.0, 16: 1600.0}, claim_few_ns={1: 0.0, 16: 800.0})
+    figures = {"claim_ns": 1600.0, "claim_few_ns": 800.0, "claim_one_ns": 100.0}
+    claimed = dataclasses.replace(free, **{name: {1: 0.0, 16: ns} for name, ns in figures.items()})
     assert milliseconds(claimed, shape) - milliseconds(free, shape) == pytest.approx(tiles * 100e-6, rel=0.05)
-    # Of fewer columns fewer threads have read a tile: 8 of 16, and 2, half of a quarter of them.
-    for columns, ns in ((1024, 1200.0), (512, 800.0), (256, 400.0)):
+    # Of fewer columns fewer threads have read a tile: 8 of 16, a quarter of them, 2, and 1.
+    for columns, ns in ((1024, 1200.0), (512, 800.0), (256, 450.0), (128, 100.0)):
         narrow = dataclasses.replace(shape, n=columns)
         configuration = GemmEvaluator(free, 16, cache=False).evaluate(narrow).configuration
         times = [
@@ -278,7 +277,7 @@ def test_measured_figures_make_sense(monkeypatch, threads):
     # Of one thread, and of all at the same time.
     assert set(kernels.per_thread) == set(machine.uneven) == {1, threads}
     assert machine.uneven[1] == 1 <= machine.uneven[threads]
-    for handed in (machine.claim_ns, machine.claim_few_ns, machine.fetch_ns):
+    for handed in (machine.claim_ns, machine.claim_few_ns, machine.claim_one_ns, machine.fetch_ns):
         assert handed[1] == 0 <= handed[threads] < 1e5
     for each in kernels.per_thread.values():
         assert min(min(row) for row in each.step_ns) > 0 and each.again_ns >= each.cell_ns >= 0 and each.l2_tile_ns >= 0
@@ -349,3 +348,24 @@ def test_the_forms_for_few_rows_have_rates_of_their_own():
     assert 0.85 * most < found.few_direct_gbps[2] < 0.97 * most
     assert 0.73 * most < found.few_unpack_gbps[2] < 0.92 * most
     assert found.unpack_gbps[2] == found.few_unpack_gbps[2]
+
+
+@pytest.mark.parametrize("overlap", measure._FEW_OVERLAPS)
+def test_how_well_the_forms_for_few_rows_overlap_is_found(overlap):
+    machine = Machine.named("zen5-2c")
+    isa = machine.isa
+    kernels = machine.kernels[isa]
+    of_both = dataclasses.replace(kernels.per_thread[2], few_overlap=overlap)
+    rates = {name: {2: 50.0} for name in ("few_direct_gbps", "few_unpack_gbps")}
+    known = dataclasses.replace(kernels, per_thread={**kernels.per_thread, 2: of_both}, **rates)
+    memory = {**machine.dram_gbps, 2: 50.0}  # fast enough that computing shows
+    told = dataclasses.replace(machine, kernels={isa: known}, dram_gbps=memory)
+    streams = {}
+    for form in ("direct", "unpack"):
+        for rows in measure._FEW_ROWS:
+            gbps = measure._stream_gbps(told, isa, 2, form, rows)
+            streams[isa, form, rows] = (1.2 * gbps, gbps)  # what whole tries took counts
+    plain = dataclasses.replace(machine, dram_gbps=memory)
+    found = measure._with_supply(plain, isa, {2: streams}).kernels[isa]
+    assert found.per_thread[2].few_overlap == overlap
+    assert found.few_direct_gbps[2] == pytest.approx(50, rel=0.03) == found.few_unpack_gbps[2]

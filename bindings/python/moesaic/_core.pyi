@@ -355,9 +355,9 @@ class MachineProbe:
     def dispatch(self) -> tuple[float, float]:
         """Microseconds: a parallel loop of one task a thread, and each further task of a thread."""
 
-    def hand_over(self, isa: str) -> tuple[float, float, float]:
-        """Nanoseconds of a tile of 1 KB: to pack one that all threads have read, to pack one that a quarter of them
-        have read, to read one that another has packed; each more than one of a thread's own."""
+    def hand_over(self, isa: str) -> tuple[float, float, float, float]:
+        """Nanoseconds of a tile of 1 KB: to pack one that all threads have read, that a quarter of them have, that
+        another has packed and none read; to read one that another has packed; each more than one of a thread's own."""
 
     def uneven(self, isa: str) -> float:
         """Of equal tasks that all threads begin together, the longest over the mean; the median of many."""
@@ -394,8 +394,9 @@ class KernelProbe:
     def turn(self) -> None:
         """Times each of their calls once more."""
 
-    def figures(self) -> KernelRow:
-        """From the least time of each call."""
+    def figures(self, product_ns: float) -> KernelRow:
+        """From the least time of each call on one thread, its median on several. No step is faster than the ceiling,
+        which takes `product_ns` for a product of two tiles."""
 
 def measure_cell(isa: str) -> float:
     """Nanoseconds of a call of the widest cell with six steps, on the calling thread."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from moesaic import _core
 
-SCHEMA = 7
+SCHEMA = 8
 ByThreads = Mapping[int, float]
 """A figure for some numbers of threads, all threads together; between them it is interpolated."""
 
@@ -43,8 +43,9 @@ class PerThread:
     pack_gbps: float
     overlap: float
     unpack_overlap: float
-    """Exponent with which times of arithmetic and of each level of memory combine: 1 one after the other. Of the
-    unpack form: `unpack_overlap`."""
+    few_overlap: float
+    """Exponents with which times of arithmetic and of each level of memory combine: 1 one after the other. Of cells in
+    the direct form, of those in the unpack form, and of the forms for few rows where they pass a tile once."""
 
     def slower(self, factor: float) -> PerThread:
         """The same on a core that takes so many times as long."""
@@ -162,6 +163,8 @@ class Machine:
     """To pack a tile of 1 KB that all threads have read, more than one that was the packing thread's own."""
     claim_few_ns: ByThreads
     """To pack one that a quarter of them have read, one at least."""
+    claim_one_ns: ByThreads
+    """To pack one that another thread has packed and none has read."""
     fetch_ns: ByThreads
     """To read a tile that another thread has packed, more than one of a thread's own."""
     kernels: Mapping[str, Kernels]
@@ -324,6 +327,7 @@ class Machine:
             "uneven": [at_threads(self.uneven, n) for n in range(1, threads + 1)],
             "claim_ns": at_threads(self.claim_ns, threads),
             "claim_few_ns": at_threads(self.claim_few_ns, threads),
+            "claim_one_ns": at_threads(self.claim_one_ns, threads),
             "left_panels": kernels.left_panels,
             "right_panels": kernels.right_panels,
             "most_few_rows": kernels.most_few_rows,
@@ -339,6 +343,7 @@ class Machine:
             "unpack_overlaps": kernels.unpack_overlaps,
             "overlap": per_thread.overlap,
             "unpack_overlap": per_thread.unpack_overlap,
+            "few_overlap": per_thread.few_overlap,
             "pack_gbps": per_thread.pack_gbps,
             **{
                 name: [at_threads(getattr(kernels, name), n) for n in range(1, threads + 1)]
@@ -427,7 +432,7 @@ def _read(document: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
     for key, figure in value.items():
         if not key.isdecimal() or int(key) < 1:
             raise ValueError(f"{where}: {name}.{key}: expected numbers of threads as keys")
-        zero = name in ("task_us", "claim_ns", "claim_few_ns", "fetch_ns")
+        zero = name in ("task_us", "claim_ns", "claim_few_ns", "claim_one_ns", "fetch_ns")
         figures[int(key)] = _number(figure, f"{name}.{key}", where, zero=zero)
     return dict(sorted(figures.items()))
 
@@ -466,7 +471,7 @@ def _per_thread_of(document: Any, left: int, right: int, where: str) -> PerThrea
     for field in dataclasses.fields(PerThread):
         if field.name not in ("step_ns", "few_tile_ns"):
             values[field.name] = _read(document, field.name, str(field.type), where)
-    for name in ("overlap", "unpack_overlap"):
+    for name in ("overlap", "unpack_overlap", "few_overlap"):
         if values[name] < 1:
             raise ValueError(f"{where}: {name} is {values[name]}, expected 1 or more")
     rows = _take(document, "step_ns", where)

@@ -26,6 +26,7 @@ _SECONDS = 0.003
 """Of one try; where weights come from memory four times as long."""
 _KERNEL_TURNS = 32
 _OVERLAPS = (1.0, 1.5, 2.0, 3.0)
+_FEW_OVERLAPS = (2.5, 4.0, 6.0)
 _CACHE_OVER_MEMORY = 1.2
 """How much faster L3 must be for its size to show."""
 _STREAM_K, _STREAM_N = 2048, 512
@@ -62,7 +63,7 @@ class _Rates:
     gflops: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     dispatch_us: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     uneven: list[float] = dataclasses.field(default_factory=list)
-    hand_over_ns: list[tuple[float, float, float]] = dataclasses.field(default_factory=list)
+    hand_over_ns: list[tuple[float, float, float, float]] = dataclasses.field(default_factory=list)
     streams: dict[tuple[str, str, int], list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
 
     def rate(self, turns: Sequence[float]) -> float:
@@ -120,7 +121,7 @@ class _Host:
             found.gflops.setdefault(tier, []).append(probe.compute(isa, _SECONDS))
         found.dispatch_us.append(probe.dispatch())
         found.uneven.append(probe.uneven(self.isa) if threads > 1 else 1.0)
-        found.hand_over_ns.append(probe.hand_over(self.isa) if threads > 1 else (0.0, 0.0, 0.0))
+        found.hand_over_ns.append(probe.hand_over(self.isa) if threads > 1 else (0.0, 0.0, 0.0, 0.0))
         for tier, forms in rows.items():
             for form, counts in forms.items():
                 for count in counts:
@@ -201,8 +202,8 @@ class Measurement:
             host.turn(self._probes[1], found, {})
         rows = {}
         for tier, kernels in host.kernels.items():
-            row = kernels.figures()
-            each = _per_thread(row, found.rate(found.gflops[tier]))
+            row = kernels.figures(_product_ns(found.rate(found.gflops[tier])))
+            each = _per_thread(row)
             rows[tier] = _stream_rows(each, found.caches()[3], row["unpack_overlaps"], row["most_few_rows"])
         return rows
 
@@ -216,12 +217,12 @@ class Measurement:
         caches = [by_threads(lambda rates, level=level: rates.caches()[level]) for level in range(4)]  # type: ignore[misc]
         kernels = {}
         for tier in host.tiers:
-            row = host.kernels[tier].figures()
             ceilings = by_threads(lambda rates, tier=tier: rates.rate(rates.gflops[tier]))  # type: ignore[misc]
-            per_thread = {1: _per_thread(row, ceilings[1])}
+            row = host.kernels[tier].figures(_product_ns(ceilings[1]))
+            per_thread = {1: _per_thread(row)}
             if tier in self._together:
-                of_each = ceilings[host.threads] / host.threads
-                per_thread[host.threads] = _per_thread(self._together[tier].figures(), of_each)
+                of_each = _product_ns(ceilings[host.threads] / host.threads)
+                per_thread[host.threads] = _per_thread(self._together[tier].figures(of_each))
                 # A thread alone is no slower than one of many: what its turns missed because of others, those may have
                 # met.
                 per_thread[1] = per_thread[1].no_slower_than(per_thread[host.threads])
@@ -239,6 +240,10 @@ class Measurement:
                 few_direct_gbps=caches[3],
                 few_unpack_gbps=caches[3],
             )
+        handed = [
+            by_threads(lambda rates, i=i: statistics.median(ns[i] for ns in rates.hand_over_ns))  # type: ignore[misc]
+            for i in range(4)
+        ]
         latency = [max(host.latency_ns[: level + 1]) for level in range(4)]
         machine = Machine(
             name=platform.node() or "here",
@@ -264,9 +269,7 @@ class Measurement:
             job_us=by_threads(lambda rates: rates.time([job for job, _ in rates.dispatch_us])),
             task_us=by_threads(lambda rates: rates.time([task for _, task in rates.dispatch_us])),
             uneven=by_threads(lambda rates: statistics.median(rates.uneven)),
-            claim_ns=by_threads(lambda rates: statistics.median(claim for claim, _, _ in rates.hand_over_ns)),
-            claim_few_ns=by_threads(lambda rates: statistics.median(claim for _, claim, _ in rates.hand_over_ns)),
-            fetch_ns=by_threads(lambda rates: statistics.median(fetch for _, _, fetch in rates.hand_over_ns)),
+            **dict(zip(("claim_ns", "claim_few_ns", "claim_one_ns", "fetch_ns"), handed, strict=True)),
             kernels=kernels,
         )
         streams = {n: {key: _of_turns(rates) for key, rates in some.streams.items()} for n, some in found.items()}
@@ -281,26 +284,24 @@ def _of_turns(rates: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return statistics.quantiles(best, n=4)[2], statistics.median(mean)
 
 
-def _per_thread(row: _core.KernelRow, gflops: float) -> PerThread:
-    """What was found, with no step faster than the ceiling, `gflops` of each thread: steps are differences of what
-    calls of two lengths take. What they seem to gain, tiles from L2 and, beside products, unpacking seem to lose."""
-    product_ns = 2.0 * 16 * 16 * 32 / gflops
-    steps = [
-        [max(ns, left * right * product_ns) for right, ns in enumerate(of_left[: row["right_panels"]], 1)]
-        for left, of_left in enumerate(row["step_ns"][: row["left_panels"]], 1)
-    ]
-    slower = steps[-1][0] - row["step_ns"][len(steps) - 1][0]
+def _product_ns(gflops: float) -> float:
+    """What a thread that computes so much takes for a product of two tiles."""
+    return 2.0 * 16 * 16 * 32 / gflops
+
+
+def _per_thread(row: _core.KernelRow) -> PerThread:
     return PerThread(
-        step_ns=tuple(map(tuple, steps)),
+        step_ns=tuple(tuple(of_left[: row["right_panels"]]) for of_left in row["step_ns"][: row["left_panels"]]),
         few_tile_ns=tuple(map(tuple, row["few_tile_ns"])),
         cell_ns=row["cell_ns"],
         again_ns=row["again_ns"],
         call_ns=row["call_ns"],
-        l2_tile_ns=max(0.0, row["l2_tile_ns"] - slower),
-        unpack_tile_ns=max(0.1, row["unpack_tile_ns"] - (slower / 2 if row["unpack_overlaps"] else 0.0)),
+        l2_tile_ns=row["l2_tile_ns"],
+        unpack_tile_ns=row["unpack_tile_ns"],
         pack_gbps=row["pack_gbps"],
         overlap=_OVERLAPS[-1],
         unpack_overlap=_OVERLAPS[-1],
+        few_overlap=_FEW_OVERLAPS[0],
     )
 
 
@@ -310,27 +311,48 @@ def _with_supply(machine: Machine, tier: str, measured: Mapping[int, _Streams]) 
     apart = machine.kernels[tier].unpack_overlaps  # vectors unpack before products, which then are as in direct form
     few = _FEW_ROWS if _has_few(machine, tier) else ()
     for n, streams in measured.items():
-        for form in ("direct", "unpack"):
-            found = {rows: gbps for (name, some, rows), gbps in streams.items() if (name, some) == (tier, form)}
-            of_few = {rows: found.pop(rows)[1] for rows in few if rows in found}
-            if of_few:
-                machine, _ = _with_rate(machine, tier, n, f"few_{form}_gbps", of_few)
-            if not found:  # any number of rows is few to the unpack form
-                if of_few:
-                    machine = _copied(machine, tier, n, f"few_{form}_gbps", f"{form}_gbps")
+        found: dict[str, dict[int, tuple[float, float]]] = {"direct": {}, "unpack": {}}
+        of_few: dict[str, dict[int, float]] = {"direct": {}, "unpack": {}}
+        for (name, form, rows), rates in streams.items():
+            if name != tier:
                 continue
-            best = {rows: gbps for rows, (gbps, _) in found.items()}
+            if rows in few:
+                of_few[form][rows] = rates[1]
+            else:
+                found[form][rows] = rates
+        machine = _with_few(machine, tier, n, of_few)
+        for form, others in found.items():
+            if not others:  # any number of rows is few to the unpack form
+                machine = _copied(machine, tier, n, f"few_{form}_gbps", f"{form}_gbps")
+                continue
+            best = {rows: gbps for rows, (gbps, _) in others.items()}
             if (form == "direct" or apart) and n in machine.kernels[tier].per_thread:
                 names = ("overlap", "unpack_overlap") if form == "direct" else ("unpack_overlap",)
                 tried = (_overlapping(machine, tier, n, names, p) for p in _OVERLAPS)
                 rated = (_with_rate(one, tier, n, f"{form}_gbps", best) for one in tried)
                 machine = min(rated, key=operator.itemgetter(1))[0]
-            least = min(found)
+            least = min(others)
             # How well things overlap the best moments tell; the rate of few rows is that of longer ones.
-            machine, _ = _with_rate(machine, tier, n, f"{form}_gbps", {least: found[least][1]})
-            if not of_few:
+            machine, _ = _with_rate(machine, tier, n, f"{form}_gbps", {least: others[least][1]})
+            if not of_few[form]:
                 machine = _copied(machine, tier, n, f"{form}_gbps", f"few_{form}_gbps")
     return machine
+
+
+def _with_few(machine: Machine, tier: str, threads: int, measured: Mapping[str, Mapping[int, float]]) -> Machine:
+    """The machine with what the forms for few rows do with weights from memory, by form and rows."""
+
+    def rated(overlap: float) -> tuple[Machine, float]:
+        some, all_errors = machine, 0.0
+        if threads in machine.kernels[tier].per_thread:
+            some = _overlapping(machine, tier, threads, ("few_overlap",), overlap)
+        for form, rates in measured.items():
+            if rates:
+                some, error = _with_rate(some, tier, threads, f"few_{form}_gbps", rates)
+                all_errors += error
+        return some, all_errors
+
+    return min(map(rated, _FEW_OVERLAPS), key=operator.itemgetter(1))[0]
 
 
 def _has_few(machine: Machine, tier: str) -> bool:
