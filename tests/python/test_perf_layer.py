@@ -454,6 +454,16 @@ def test_jobs_that_several_threads_share_are_handed_over() -> None:
     assert shared["gate_up"]["handed"] == 4 * 3 * 2 * 512 / 32
     assert shared["down"]["handed"] == 4 * 3 * 2 * 384 / 32
     assert model(2).work(shape, (32,) * 4 + (0,) * 12, backward=False)["gate_up"]["handed"] == 0
+    # Each tile is written where they have read another one, however many they are.
+    assert alone_on_theirs["pack_input"]["claimed"] == alone_on_theirs["activation"]["claimed"] == 0
+    for rows in ((32,) * 4, (32,) * 8):
+        backward = [False, True]
+        forward, back = (model(16).work(shape, rows + (0,) * (16 - len(rows)), backward=way) for way in backward)
+        assert forward["pack_input"]["claimed"] == back["scatter_pack"]["claimed"] == len(rows) * 2 * 512 / 32
+        assert forward["activation"]["claimed"] == len(rows) * 2 * 384 / 32
+        assert back["activation_backward"]["claimed"] == 2 * forward["activation"]["claimed"]
+    # Three threads for two jobs: half of each is another's.
+    assert model(3).work(shape, (32,) * 2 + (0,) * 14, backward=False)["pack_input"]["claimed"] == 2 * 16
 
 
 def test_rates_of_this_host_fit_any_description_of_it() -> None:

@@ -237,12 +237,13 @@ class _JobStages:
         """PackInput; GateUp, with the activation; DownLora; Down."""
         h, i, rank = self._shape.hidden, self._shape.intermediate, self._shape.rank
         self._begin(Cut.WHOLE)
-        self._add("pack_input", {"pack": self._lanes * h})
+        self._add("pack_input", {"pack": self._lanes * h, "claimed": self._claimed(h)})
         if rank:
             self._add("gate_up", {**self._low(h), "rank": self._job.rows * rank})
         self._begin(Cut.INTERMEDIATE)
         self._add("gate_up", self._product("direct", h, 2 * i))
-        self._add("activation", {"swiglu_forward": self._lanes * i, "forward_block": ceil_div(i, 32)})
+        activation = {"swiglu_forward": self._lanes * i, "forward_block": ceil_div(i, 32), "claimed": self._claimed(i)}
+        self._add("activation", activation)
         self._begin(Cut.WHOLE)
         if rank:
             self._add("down", {**self._low(i), "rank": self._job.rows * rank})
@@ -256,12 +257,13 @@ class _JobStages:
         h, i, rank, rows = self._shape.hidden, self._shape.intermediate, self._shape.rank, self._job.rows
         whole, padded = round_up(rows, 32), self._shape.padded_rank
         self._begin(Cut.WHOLE)
-        self._add("scatter_pack", {"pack": self._lanes * h})
+        self._add("scatter_pack", {"pack": self._lanes * h, "claimed": self._claimed(h)})
         if rank:
             self._add("down_backward", {**self._low(h), "rank": 3 * rows * rank})
         self._begin(Cut.INTERMEDIATE)
         self._add("down_backward", self._product("direct", h, i))
-        self._add("activation_backward", {"swiglu_backward": self._lanes * i, "backward_block": ceil_div(i, 32)})
+        activation = {"swiglu_backward": self._lanes * i, "backward_block": ceil_div(i, 32)}
+        self._add("activation_backward", {**activation, "claimed": self._claimed(2 * i)})
         if rank:
             self._add("activation_backward", {"transpose": 3 * whole * i})
             # dA of down takes both parts of Q, dB of gate and up one of U each.
@@ -297,6 +299,10 @@ class _JobStages:
         ms = self._products.thread_ms(form, self._job.rows, k, n, again=not self._job.first)
         tiles = ceil_div(self._job.rows, 16) * ceil_div(k, 32)
         return {form: ms.compute, f"{form}_stream": ms.stream, "cache": ms.cache, "handed": self._others * tiles}
+
+    def _claimed(self, size: int) -> float:
+        """Tiles of activations that others have read since they were last written: where threads share the job."""
+        return min(self._others, 1.0) * ceil_div(self._job.rows, 16) * ceil_div(size, 32)
 
     def _low(self, size: int, times: float = 1.0) -> Work:
         """Narrow products of rows x (padded rank) x size: milliseconds at the compute ceiling of one thread, so many

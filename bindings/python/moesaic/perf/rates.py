@@ -49,7 +49,8 @@ class LayerRates:
         sweep: ns for an element of an adapter that is read where it lies, or of its gradient that is written there.
         sweep_product: ns for each product with it.
         partial: ns for an element of a sum of a further chunk that is added to its expert's.
-        handed: ns for a tile of activations that a thread reads of a job which another one packed.
+        handed: ns for a tile of activations that a thread reads of a job which another one packed, and
+        claimed: ns for one that is written where those that share a job have read the one before.
         slot: ns for a slot of a token, in which the caller alone sorts them by expert.
         task: us for a task besides its work.
         call, call_backward: us for a forward and for a backward besides its phases: Python, validation, the graph,
@@ -78,6 +79,7 @@ class LayerRates:
     sweep_product: float
     partial: float
     handed: float
+    claimed: float
     slot: float
     task: float
     call: float
@@ -118,6 +120,7 @@ class LayerRates:
             sweep_product=0.3 * pack,
             partial=2.0 * pack,
             handed=at_threads(machine.fetch_ns, threads),
+            claimed=at_threads(machine.claim_few_ns, threads) / 4,
             slot=15.0,
             task=figures["task_us"],
             call=figures["job_us"] + 20.0,
