@@ -135,6 +135,11 @@ void ReadGeometry(py::handle object, const ArgumentName& name, TensorView* view)
   }
   view->data = PyLong_AsVoidPtr(address.ptr());
   if (PyErr_Occurred()) FailNotDense(name);  // symbolic sizes
+  const auto end = view->shape.begin() + view->rank;
+  if (view->data == nullptr && std::find(view->shape.begin(), end, 0) == end) {
+    throw std::invalid_argument(name.ToString() +
+                                " has no memory behind it, as fake tensors have none; expected a CPU tensor with data");
+  }
 }
 
 DLDataType ToDLPack(DType dtype) {

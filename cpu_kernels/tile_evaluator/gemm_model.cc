@@ -132,8 +132,8 @@ struct TaskCost {
 constexpr double kUnlike = 0.25;
 
 /// To pack a tile that so many threads have read, more than one of a thread's own: between what was measured. (AMX, 16 threads,
-/// in two states of a host, with packing itself, 0.2 us: 0.3, 0.3, 0.5, 0.5, 0.6 and 0.7 us where 1, 2, 3, 4, 8 and all have; 0.3,
-/// 0.4, 0.4 to 1.3, 0.5 to 1.6, 1.3 to 1.7 and up to 2.)
+/// in two states of a host, with packing itself, 0.2 us: 0.3, 0.3, 0.5, 0.5, 0.6 and 0.7 us where 1, 2, 3, 4, 8 and all have;
+/// 0.3, 0.4, 0.4 to 1.3, 0.5 to 1.6, 1.3 to 1.7 and up to 2.)
 double ClaimNs(const MachineModel& machine, double readers) {
   const double few = ReadersOfQuarter(machine.threads), all = machine.threads;
   if (readers < few) {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moesaic
 from moesaic.nn import PackedLinear
@@ -347,3 +348,24 @@ def test_bad_input() -> None:
         with pytest.raises(kind, match=message):
             call()
     assert fused.gemm_bias_gelu(x, w).isfinite().all()
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    t = tensors(8, 32, 48, torch.float32)
+    w = packed(t)
+    with FakeTensorMode():
+        fake, weight, logits = torch.zeros(8, 48), torch.zeros(32, 48), torch.zeros(2, 100)
+        empty = torch.zeros(0, 48)
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("x", lambda: fused.gemm_bias_gelu(fake, w)),
+        ("x", lambda: fused.layernorm(fake)),
+        ("x", lambda: fused.rmsnorm(fake, inplace=True)),
+        ("x", lambda: fused.silu_mul(fake)),
+        ("weight", lambda: PackedLinear(weight)),
+        ("logits", lambda: moesaic.sampling.sample(logits)),
+        ("logits", lambda: moesaic.sampling.kept(logits, 1.0, 5, 0.9)),
+    ]
+    for name, call in calls:
+        with pytest.raises(ValueError, match=f"{name} has no memory behind it"):
+            call()
+    assert fused.silu_mul(empty).shape == (0, 24)
