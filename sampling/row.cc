@@ -35,6 +35,7 @@ void RowScratch::Ensure(std::int64_t vocabulary, std::int64_t pieces) {
     Carver carver(base);
     max = carver.Take<float>(blocks);
     sum = carver.Take<float>(blocks);
+    bound = carver.Take<float>(blocks);
     above = carver.Take<float>(blocks);
     mass = carver.Take<double>(blocks);
     numbers = carver.Take<double>((blocks + 63) / 64 * 64);
@@ -65,6 +66,9 @@ bool Row::NeedsSums() const {
   if (options_.top_p < 1) return !IsSmall();
   return WantsProbability() && options_.min_p == 0 && options_.typical_p == 1;
 }
+
+/// Where bounds of the blocks' sums go, which a row that is drawn from without sums is to have; else null.
+float* Row::Bounds() const { return NeedsSums() || Greedy() || HasTopK() ? nullptr : scratch_->bound; }
 
 /// Whether top_p cuts what the sums are of.
 bool Row::CutsSums() const { return !Greedy() && NeedsSums() && options_.top_p < 1; }
@@ -121,6 +125,7 @@ void Row::Scan(std::int64_t piece) {
   }
   ScanBlocksArgs scan{logits_, first, last, 1 / temperature_, scratch_->max};
   if (sums) scan.sum = scratch_->sum;
+  scan.bound = Bounds();
   if (is_estimated_) scan.above = scratch_->above;
   scan.high = high_;
   kernels_.scan_blocks(scan);
@@ -145,7 +150,9 @@ void Row::ShareInfinities() {
   }
   logits_ = {scratch_->packed, DType::kFloat32, logits_.size};
   is_estimated_ = is_coarse_ = false;
-  kernels_.scan_blocks({logits_, 0, logits_.blocks(), 1 / temperature_, scratch_->max, NeedsSums() ? scratch_->sum : nullptr});
+  ScanBlocksArgs scan{logits_, 0, logits_.blocks(), 1 / temperature_, scratch_->max, NeedsSums() ? scratch_->sum : nullptr};
+  scan.bound = Bounds();
+  kernels_.scan_blocks(scan);
   max_ = 0;
 }
 
@@ -282,9 +289,9 @@ double Row::MassOf(std::int64_t b) {
 void Row::BoundMasses(double* bounds) const {
   const std::int64_t blocks = logits_.blocks();
   if (masses_ == Masses::kKept) return (void)std::copy(scratch_->mass, scratch_->mass + blocks, bounds);
-  const bool summed = masses_ == Masses::kWhole;
-  kernels_.block_mass({scratch_->max, summed ? scratch_->sum : nullptr, blocks, max_, 1 / temperature_, bounds});
-  const double most = summed ? 1.00001 : kSamplingBlock * 1.00001;  // the sum of all, or of as many as the largest; rounding
+  const float* sums = masses_ == Masses::kWhole ? scratch_->sum : Bounds();
+  kernels_.block_mass({scratch_->max, sums, blocks, max_, 1 / temperature_, bounds});
+  const double most = sums != nullptr ? 1.00001 : kSamplingBlock * 1.00001;  // as many as the largest; rounding
   for (std::int64_t b = 0; b < blocks; ++b) bounds[b] *= most;
 }
 

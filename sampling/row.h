@@ -20,6 +20,7 @@ struct RowScratch {
   float* packed = nullptr;     ///< [V] the row, where it cannot be read in place
   float* max = nullptr;        ///< [blocks]
   float* sum = nullptr;        ///< [blocks]
+  float* bound = nullptr;      ///< [blocks] of sums, where there are none
   float* above = nullptr;      ///< [blocks]
   double* mass = nullptr;      ///< [blocks]
   double* numbers = nullptr;   ///< [blocks, rounded up to 64] of the race
@@ -78,6 +79,7 @@ class Row {
   bool IsSmall() const;
   bool WantsProbability() const { return args_.confidence != nullptr && args_.confidence_kind == Confidence::kProbability; }
   bool NeedsSums() const;
+  float* Bounds() const;
   bool CutsSums() const;
   void ScanExactly();
   void SumMasses();

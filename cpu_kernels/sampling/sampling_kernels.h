@@ -49,6 +49,8 @@ struct TopPEstimate {
 ///   max[b] = max of x; NaN if there is a NaN
 ///   sum[b] = sum of e^((x - max[b]) / T), to 2e-7; 0 where the maximum is infinite; left out where `sum` is null
 ///   above[b] = the same over x > high; left out where `above` is null
+///   bound[b] >= sum[b], to 2e-7: of sixteen interleaved parts of the block, 16 e^((the part's maximum - max[b]) / T) each; 0
+///              where the maximum is infinite or NaN; left out where `bound` is null
 struct ScanBlocksArgs {
   LogitRow row;
   std::int64_t first = 0;
@@ -58,6 +60,7 @@ struct ScanBlocksArgs {
   float* sum = nullptr;
   float* above = nullptr;  ///< with `sum`
   float high = 0;
+  float* bound = nullptr;  ///< without `sum`
 };
 
 /// For blocks b in [first, last), with c = log2(e) / T rounded to fp32, as CoarseScale gives it:

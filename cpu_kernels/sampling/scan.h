@@ -87,20 +87,30 @@ MOESAIC_INLINE std::int64_t Append(const T* p, const std::uint16_t (&inside)[kBl
   return count;
 }
 
-/// The largest element of a block; NaN if there is a NaN.
+/// The largest elements of a block's sixteen interleaved parts.
 template <typename T>
-MOESAIC_INLINE float BlockMax(const T* p) {
+MOESAIC_INLINE F32x16 PartMaxima(const T* p, NanWatch* nan) {
   F32x16 largest[4] = {Broadcast(-kInfinity), Broadcast(-kInfinity), Broadcast(-kInfinity), Broadcast(-kInfinity)};
-  NanWatch nan;
 #pragma GCC unroll 8
   for (int i = 0; i < kBlockVectors; i += 2) {
     const F32x16 x = LoadLogits(p + 16 * i), y = LoadLogits(p + 16 * i + 16);
     largest[i % 4] = Larger(largest[i % 4], x);
     largest[i % 4 + 1] = Larger(largest[i % 4 + 1], y);
-    nan.Look(x, y);
+    nan->Look(x, y);
   }
-  if (nan.Found()) return __builtin_nanf("");
-  return LargestOfLanes(Larger(Larger(largest[0], largest[1]), Larger(largest[2], largest[3])));
+  return Larger(Larger(largest[0], largest[1]), Larger(largest[2], largest[3]));
+}
+
+/// The largest of all of them; NaN if there is a NaN.
+MOESAIC_INLINE float MaxOf(F32x16 parts, const NanWatch& nan) {
+  return nan.Found() ? __builtin_nanf("") : LargestOfLanes(parts);
+}
+
+template <typename T>
+MOESAIC_INLINE float BlockMax(const T* p) {
+  NanWatch nan;
+  const F32x16 parts = PartMaxima(p, &nan);
+  return MaxOf(parts, nan);
 }
 
 /// Called for every vector of a block: fetches into L2, line by line, what its stream reads later (with several streams their
@@ -123,11 +133,9 @@ MOESAIC_INLINE void ForBlocks(std::int64_t first, std::int64_t last, ScanBlock s
   for (std::int64_t b = first + kStreams * part; b < last; ++b) scan(b);
 }
 
-/// BlockMax of kStreams blocks, line by line from one after the other.
+/// PartMaxima of kStreams blocks, line by line from one after the other.
 template <int kStreams, typename T>
-MOESAIC_INLINE void MaxOfStreams(const T* const (&p)[kStreams], float (&max)[kStreams]) {
-  F32x16 largest[kStreams];
-  NanWatch nan[kStreams];
+MOESAIC_INLINE void MaximaOfStreams(const T* const (&p)[kStreams], F32x16 (&largest)[kStreams], NanWatch (&nan)[kStreams]) {
   for (F32x16& of_stream : largest) of_stream = Broadcast(-kInfinity);
 #pragma GCC unroll 8
   for (int i = 0; i < kBlockVectors; i += 2) {
@@ -140,27 +148,33 @@ MOESAIC_INLINE void MaxOfStreams(const T* const (&p)[kStreams], float (&max)[kSt
       nan[stream].Look(x, y);
     }
   }
-  for (int stream = 0; stream < kStreams; ++stream) {
-    max[stream] = nan[stream].Found() ? __builtin_nanf("") : LargestOfLanes(largest[stream]);
-  }
 }
 
-template <int kStreams, typename T>
+template <int kStreams, bool kBound, typename T>
 inline void ScanMaxima(const T* logits, const ScanBlocksArgs& args) {
+  const Power power(args.inverse_temperature);
+  const auto store = [&](std::int64_t b, F32x16 parts, const NanWatch& nan) MOESAIC_INLINE_LAMBDA {
+    const float max = MaxOf(parts, nan);
+    args.max[b] = max;
+    if constexpr (kBound) args.bound[b] = max > -kInfinity && max < kInfinity ? 16 * SumOfLanes(power(parts - max)) : 0.0f;
+  };
   const std::int64_t part = kStreams > 1 ? (args.last - args.first) / kStreams : 0;
   T room[kSamplingBlock];  // for the row's last block
   for (std::int64_t i = 0; i < part; ++i) {
     const T* p[kStreams];
-    float max[kStreams];
+    F32x16 parts[kStreams];
+    NanWatch nan[kStreams];
     for (std::int64_t s = 0; s < kStreams; ++s) p[s] = WholeBlock(logits, args.first + s * part + i, args.row.size, room);
-    MaxOfStreams<kStreams>(p, max);
-    for (std::int64_t s = 0; s < kStreams; ++s) args.max[args.first + s * part + i] = max[s];
+    MaximaOfStreams<kStreams>(p, parts, nan);
+    for (std::int64_t s = 0; s < kStreams; ++s) store(args.first + s * part + i, parts[s], nan[s]);
   }
   for (std::int64_t b = args.first + kStreams * part; b < args.last; ++b) {
     const T* p = WholeBlock(logits, b, args.row.size, room);
 #pragma GCC unroll 16
     for (int i = 0; i < kBlockVectors; ++i) FetchAheadOf<kStreams>(p, i);
-    args.max[b] = BlockMax(p);
+    NanWatch nan;
+    const F32x16 parts = PartMaxima(p, &nan);
+    store(b, parts, nan);
   }
 }
 
@@ -193,7 +207,9 @@ inline void ScanSums(const T* logits, const ScanBlocksArgs& args) {
 template <int kStreams>
 inline void ScanBlocks(const ScanBlocksArgs& args) {
   WithType(args.row, [&](const auto* logits) {
-    if (args.sum == nullptr) return ScanMaxima<kStreams>(logits, args);
+    if (args.sum == nullptr) {
+      return args.bound == nullptr ? ScanMaxima<kStreams, false>(logits, args) : ScanMaxima<kStreams, true>(logits, args);
+    }
     return args.above == nullptr ? ScanSums<kStreams, false>(logits, args) : ScanSums<kStreams, true>(logits, args);
   });
 }

@@ -47,20 +47,33 @@ TEST_P(SamplingKernelsTest, ScanGivesMaximaAndSumsOfBlocks) {
       for (const double temperature : {0.05, 1.0, 3.0}) {
         const TypedRow data(size, dtype, 4, static_cast<unsigned>(size));
         const std::int64_t blocks = data.row.blocks();
-        std::vector<float> max(static_cast<std::size_t>(blocks)), sum(max);
+        std::vector<float> max(static_cast<std::size_t>(blocks)), sum(max), bound(max);
+        ScanBlocksArgs maxima{data.row, 0, blocks, 1 / temperature, max.data()};
+        maxima.bound = bound.data();
+        Kernels().scan_blocks(maxima);
+        const std::vector<float> with_bounds = max;
         Kernels().scan_blocks({data.row, 0, blocks, 1 / temperature, max.data(), sum.data()});
+        ASSERT_EQ(with_bounds, max);
         for (std::int64_t b = 0; b < blocks; ++b) {
           const auto begin = data.values.begin() + b * kSamplingBlock;
           const auto end = data.values.begin() + std::min(size, (b + 1) * kSamplingBlock);
           const float expected = *std::max_element(begin, end);
           ASSERT_EQ(max[static_cast<std::size_t>(b)], expected);
-          double exact = 0;
+          double exact = 0, parts[16] = {};
           if (expected > -kInfinity) {
-            for (auto x = begin; x != end; ++x) exact += std::exp((static_cast<double>(*x) - expected) / temperature);
+            for (auto x = begin; x != end; ++x) {
+              const double weight = std::exp((static_cast<double>(*x) - expected) / temperature);
+              double& part = parts[(x - begin) % 16];
+              part = std::max(part, weight);
+              exact += weight;
+            }
           }
+          const double most = 16 * std::accumulate(parts, parts + 16, 0.0);
           // Each term to 2e-7, and sixteen additions a lane; a difference of logits is rounded before it is divided by T.
           const double rounding = 4e-7 + 2e-7 / temperature;
           ASSERT_NEAR(sum[static_cast<std::size_t>(b)], exact, rounding * exact) << "V " << size << ", T " << temperature;
+          ASSERT_NEAR(bound[static_cast<std::size_t>(b)], most, rounding * most) << "V " << size << ", T " << temperature;
+          ASSERT_LE(exact, most);
         }
       }
     }
@@ -73,9 +86,14 @@ TEST_P(SamplingKernelsTest, ScanFindsNanAndInfinity) {
       std::vector<float> x(271, 1.0f);
       x[place] = special;
       for (const bool with_sum : {false, true}) {
-        float max[2], sum[2];
-        Kernels().scan_blocks({{x.data(), DType::kFloat32, 271}, 0, 2, 1, max, with_sum ? sum : nullptr});
+        float max[2], sum[2], bound[2];
+        ScanBlocksArgs args{{x.data(), DType::kFloat32, 271}, 0, 2, 1, max, with_sum ? sum : nullptr};
+        if (!with_sum) args.bound = bound;
+        Kernels().scan_blocks(args);
         const std::size_t b = place / 256;
+        if (!with_sum) {
+          EXPECT_EQ(bound[b], 0.0f) << place;
+        }
         EXPECT_TRUE(std::isnan(special) ? std::isnan(max[b]) : max[b] == kInfinity) << place;
         EXPECT_EQ(max[1 - b], 1.0f);
       }
@@ -90,15 +108,17 @@ TEST_P(SamplingKernelsTest, ScansOfPiecesAreThoseOfTheWhole) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     const TypedRow data(kBlocks * kSamplingBlock - 100, dtype, 3, 7);
     struct Results {
-      std::vector<float> maxima, max, sum, above, coarse_max, coarse_sum;
+      std::vector<float> maxima, bound, max, sum, above, coarse_max, coarse_sum;
       bool operator==(const Results&) const = default;
     };
     const auto scan = [&](const std::vector<std::int64_t>& cuts) {
       const std::vector<float> none(kBlocks, -1.0f);
-      Results r{none, none, none, none, none, none};
+      Results r{none, none, none, none, none, none, none};
       for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
         const std::int64_t first = cuts[i], last = cuts[i + 1];
-        Kernels().scan_blocks({data.row, first, last, 0.8, r.maxima.data(), nullptr});
+        ScanBlocksArgs maxima{data.row, first, last, 0.8, r.maxima.data()};
+        maxima.bound = r.bound.data();
+        Kernels().scan_blocks(maxima);
         Kernels().scan_blocks({data.row, first, last, 0.8, r.max.data(), r.sum.data(), r.above.data(), 0.5f});
         Kernels().scan_coarsely({data.row, first, last, 0.8, 2.0f, r.coarse_max.data(), r.coarse_sum.data()});
       }
