@@ -15,13 +15,16 @@ inline constexpr float kLeastWorth = 64, kLeastWorthBelow = 8;
 /// The share of the mass over which the density below the boundary is taken, where there is so much.
 inline constexpr float kWindow = 0.03f;
 
-/// Eight parts of the row in turn: neighbouring runs would wait for the same line of the page table.
+/// Eight parts of the row in turn: neighbouring runs would wait for the same line of the page table. Each run waits for its
+/// page and for memory, whether it is one line or two: in runs of 16 fp32 logits a sample took 5.9 us, in these 3.5, of 64 3.2
+/// (Zen 4).
 template <typename T>
 MOESAIC_INLINE void SampleOf(const T* logits, std::int64_t size, float* values) {
-  constexpr std::int64_t kRuns = kSamplingSample / 16, kParts = 8;
+  constexpr std::int64_t kRun = kSamplingRun, kRuns = kSamplingSample / kRun, kParts = 8;
   for (std::int64_t i = 0; i < kRuns; ++i) {
     const std::int64_t run = i % kParts * (kRuns / kParts) + i / kParts;
-    StoreF32(values + 16 * run, LoadLogits(logits + run * (size - 16) / (kRuns - 1) / 16 * 16));  // not across cache lines
+    const T* from = logits + run * (size - kRun) / (kRuns - 1) / kRun * kRun;  // not across cache lines
+    for (std::int64_t j = 0; j < kRun; j += 16) StoreF32(values + kRun * run + j, LoadLogits(from + j));
   }
 }
 
@@ -60,14 +63,23 @@ struct WeightedSample {
     return SumOfLanes(sum);
   }
 
-  /// A bound above which are weights of about `target`.
-  MOESAIC_INLINE float BoundOf(float target, float top, float depth) const {
-    float near = 0, far = depth;
+  /// Bounds above which are weights of about these targets.
+  MOESAIC_INLINE void BoundsOf(const float (&targets)[2], float top, float depth, float (&bounds)[2]) const {
+    float near[2] = {}, far[2] = {depth, depth};
     for (int i = 0; i < kBisections; ++i) {
-      const float middle = 0.5f * (near + far);
-      (Above<false>(top - middle) < target ? near : far) = middle;
+      F32x16 sums[2][2] = {};
+      const float middle[2] = {0.5f * (near[0] + far[0]), 0.5f * (near[1] + far[1])};
+      const F32x16 bound[2] = {Broadcast(top - middle[0]), Broadcast(top - middle[1])};
+      for (std::int64_t k = 0; k < kSamplingSample; k += 32) {
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j) {
+          const F32x16 x = LoadF32(values + k + 16 * j), w = LoadF32(weights + k + 16 * j);
+          for (int n = 0; n < 2; ++n) sums[n][j] = AddAbove(sums[n][j], x, bound[n], w);
+        }
+      }
+      for (int n = 0; n < 2; ++n) (SumOfLanes(sums[n][0] + sums[n][1]) < targets[n] ? near : far)[n] = middle[n];
     }
-    return top - far;
+    for (int n = 0; n < 2; ++n) bounds[n] = top - far[n];
   }
 };
 
@@ -104,7 +116,9 @@ inline TopPEstimate EstimateTopP(const TopPEstimateArgs& args) {
     return estimate;
   }
   const float left = (1 - p) * whole, window = whole * (kWindow < 0.5f * (1 - p) ? kWindow : 0.5f * (1 - p));
-  const float boundary = sample.BoundOf(all - left, top, depth), below = sample.BoundOf(all - left + window, top, depth);
+  float bounds[2];
+  sample.BoundsOf({all - left, all - left + window}, top, depth, bounds);
+  const float boundary = bounds[0], below = bounds[1];
   const float mass = sample.Above<false>(below) - sample.Above<false>(boundary);
   if (!(below < boundary && mass > 0)) return estimate;
   if (args.mass > 0) {

@@ -26,12 +26,12 @@ struct LogitRow {
   std::int64_t blocks() const { return (size + kSamplingBlock - 1) / kSamplingBlock; }
 };
 
-/// How many logits of a row are taken as a sample.
-inline constexpr std::int64_t kSamplingSample = 4096;
+/// How many logits of a row are taken as a sample, in runs of so many.
+inline constexpr std::int64_t kSamplingSample = 4096, kSamplingRun = 32;
 
-/// Where the sample of a row of at least 16 expects the logit down to which the probabilities sum up to top_p. Logits may be of
-/// any kind; those that are not finite do not count. Where a few logits have most of the mass, so that a sample does not know
-/// the whole, it still knows what is below the boundary, if it is told the whole.
+/// Where the sample of a row of at least kSamplingRun expects the logit down to which the probabilities sum up to top_p. Logits
+/// may be of any kind; those that are not finite do not count. Where a few logits have most of the mass, so that a sample does
+/// not know the whole, it still knows what is below the boundary, if it is told the whole.
 struct TopPEstimateArgs {
   LogitRow row;
   double inverse_temperature = 1;
@@ -159,7 +159,7 @@ struct ExponentialsArgs {
 
 /// The kernels of one tier.
 struct SamplingKernels {
-  /// values[i], i < kSamplingSample: logits in runs of 16 that are spread evenly over a row of at least 16.
+  /// values[i], i < kSamplingSample: logits in runs that are spread evenly over a row of at least one.
   void (*sample)(const LogitRow& row, float* values);
   TopPEstimate (*estimate_top_p)(const TopPEstimateArgs&);
   void (*scan_blocks)(const ScanBlocksArgs&);
