@@ -24,6 +24,7 @@ struct Torch {
   std::array<std::pair<py::object, DType>, 5> dtypes;
   // Interned names: attribute look-up compares pointers.
   py::str data_ptr{Intern("data_ptr")};
+  py::str untyped_storage{Intern("untyped_storage")};
   py::str dtype{Intern("dtype")};
   py::str is_cpu{Intern("is_cpu")};
   py::str is_neg{Intern("is_neg")};
@@ -71,6 +72,9 @@ py::object CallMethod(py::handle object, const py::str& name) {
   return py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object.ptr(), name.ptr()));
 }
 
+/// Below this address there is no memory: a tensor whose storage was taken from it lies at its offset.
+constexpr std::uintptr_t kNoMemory = 1 << 16;
+
 /// What DLPack says of an ordinary tensor in dense CPU memory, in one call instead of one for each property: seven tensors come
 /// with a call of the layer, and right after a pass over the weights no cache holds any of what those properties run through.
 /// False for everything else; the checks below then say what it is.
@@ -82,6 +86,7 @@ bool Describe(py::handle object, DLTensor* tensor) {
     PyErr_Clear();
     return false;
   }
+  if (reinterpret_cast<std::uintptr_t>(tensor->data) < kNoMemory) return false;
   if (tensor->device.device_type != kDLCPU || tensor->ndim < 1 || tensor->ndim > 3 || tensor->strides == nullptr) return false;
   const py::object negated = CallMethod(object, torch.is_neg);  // which DLPack cannot tell
   if (!negated) PyErr_Clear();
@@ -136,7 +141,12 @@ void ReadGeometry(py::handle object, const ArgumentName& name, TensorView* view)
   view->data = PyLong_AsVoidPtr(address.ptr());
   if (PyErr_Occurred()) FailNotDense(name);  // symbolic sizes
   const auto end = view->shape.begin() + view->rank;
-  if (view->data == nullptr && std::find(view->shape.begin(), end, 0) == end) {
+  if (std::find(view->shape.begin(), end, 0) != end) return;
+  // Where a storage has no memory a tensor's address is its offset.
+  const py::object storage = CallMethod(object, torch.untyped_storage);
+  const py::object memory = storage ? CallMethod(storage, torch.data_ptr) : py::object();
+  if (!memory) FailNotDense(name);
+  if (PyLong_AsVoidPtr(memory.ptr()) == nullptr) {
     throw std::invalid_argument(name.ToString() +
                                 " has no memory behind it, as fake tensors have none; expected a CPU tensor with data");
   }

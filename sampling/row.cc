@@ -67,8 +67,11 @@ bool Row::NeedsSums() const {
   return WantsProbability() && options_.min_p == 0 && options_.typical_p == 1;
 }
 
-/// Where bounds of the blocks' sums go, which a row that is drawn from without sums is to have; else null.
-float* Row::Bounds() const { return NeedsSums() || Greedy() || HasTopK() ? nullptr : scratch_->bound; }
+/// Where bounds of the blocks' sums go, for a row that is drawn from whole and without sums; else null.
+float* Row::Bounds() const {
+  const bool whole = !HasTopK() && options_.top_p == 1 && options_.min_p == 0 && options_.typical_p == 1;
+  return whole && !Greedy() && !NeedsSums() && args_.ids != nullptr ? scratch_->bound : nullptr;
+}
 
 /// Whether top_p cuts what the sums are of.
 bool Row::CutsSums() const { return !Greedy() && NeedsSums() && options_.top_p < 1; }
@@ -289,10 +292,9 @@ double Row::MassOf(std::int64_t b) {
 void Row::BoundMasses(double* bounds) const {
   const std::int64_t blocks = logits_.blocks();
   if (masses_ == Masses::kKept) return (void)std::copy(scratch_->mass, scratch_->mass + blocks, bounds);
-  const float* sums = masses_ == Masses::kWhole ? scratch_->sum : Bounds();
+  const float* sums = masses_ == Masses::kWhole ? scratch_->sum : scratch_->bound;
   kernels_.block_mass({scratch_->max, sums, blocks, max_, 1 / temperature_, bounds});
-  const double most = sums != nullptr ? 1.00001 : kSamplingBlock * 1.00001;  // as many as the largest; rounding
-  for (std::int64_t b = 0; b < blocks; ++b) bounds[b] *= most;
+  for (std::int64_t b = 0; b < blocks; ++b) bounds[b] *= 1.00001;  // rounding
 }
 
 /// One of many tokens is drawn in two steps, a block and a token of it: V / 256 + 256 random numbers instead of V. The race is

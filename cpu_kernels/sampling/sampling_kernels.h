@@ -159,7 +159,7 @@ struct ExponentialsArgs {
 
 /// The kernels of one tier.
 struct SamplingKernels {
-  /// values[i], i < kSamplingSample: logits in runs that are spread evenly over a row of at least one.
+  /// values[i], i < kSamplingSample: logits in runs that are spread evenly over a row of at least kSamplingRun.
   void (*sample)(const LogitRow& row, float* values);
   TopPEstimate (*estimate_top_p)(const TopPEstimateArgs&);
   void (*scan_blocks)(const ScanBlocksArgs&);

@@ -691,10 +691,10 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     const double waited = 0.5 * last * (threads - 1) / threads;
     const double rounds = Rounds(whole, rest, threads), filled = std::max(std::min(rounds, even + waited), longest) + delay;
     // Threads that are not equally fast take more or fewer of several tasks each: their rounds fill up as well, and who takes
-    // the last one is as likely to be slow as not. (AMX, 16 threads at 1.5, 22, 24, 32, 44, 60 and 112 equal tasks: the longest
-    // time of a thread 1.9, 1.95, 2.6, 3.35, 4.4 and 7.5 tasks.)
+    // the last one is as likely to be slow as not. (AMX, 16 threads, `uneven` 1.5; of 22, 24, 32, 44, 60 and 112 equal tasks:
+    // the longest time of a thread 1.9, 1.95, 2.6, 3.35, 4.4 and 7.5 tasks.)
     const double unlike = tasks > threads ? std::min(slowest / kUnlike, 1.0) : 0.0;
-    const double shared = std::max(longest + delay, even + waited * (1 + slowest / 2));
+    const double shared = std::max(longest + delay, std::min(rounds + delay, even + waited * (1 + slowest / 2)));
     const double alike = problem.groups.size() == 1 ? rounds + delay : filled;
     span = alike + unlike * (shared - alike);
   }

@@ -64,9 +64,8 @@ class KernelProbe {
   /// From the least time of each call on one thread, the median over the turns on several: all of KernelFigures but the rates
   /// from memory and how they overlap. After a Turn().
   ///
-  /// @param product_ns  of a product of two tiles at the compute ceiling: no step counts as faster. Steps are differences of
-  /// what
-  ///                    calls of two lengths take; what they seem to gain, the rest of these calls would seem to lose.
+  /// @param product_ns  of a product of two tiles at the compute ceiling: no step counts as faster. Steps are differences
+  ///                    of what calls of two lengths take; what they seem to gain, the rest of these calls would seem to lose.
   KernelFigures Figures(double product_ns) const;
 
  private:

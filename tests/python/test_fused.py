@@ -355,10 +355,16 @@ def test_tensors_without_memory_are_refused() -> None:
     w = packed(t)
     with FakeTensorMode():
         fake, weight, logits = torch.zeros(8, 48), torch.zeros(32, 48), torch.zeros(2, 100)
-        empty = torch.zeros(0, 48)
+        later, empty = torch.zeros(9, 48)[1:], torch.zeros(0, 48)
+    taken, taken_later = torch.zeros(8, 48), torch.zeros(9, 48)[1:]
+    for tensor in (taken, taken_later):
+        tensor.untyped_storage().resize_(0)
     calls: list[tuple[str, Callable[[], object]]] = [
         ("x", lambda: fused.gemm_bias_gelu(fake, w)),
         ("x", lambda: fused.layernorm(fake)),
+        ("x", lambda: fused.layernorm(later)),
+        ("x", lambda: fused.layernorm(taken)),
+        ("x", lambda: fused.layernorm(taken_later)),
         ("x", lambda: fused.rmsnorm(fake, inplace=True)),
         ("x", lambda: fused.silu_mul(fake)),
         ("weight", lambda: PackedLinear(weight)),

@@ -313,6 +313,13 @@ TEST(Sampler, TokensDoNotDependOnWhatElseIsAsked) {
       EXPECT_EQ(Draw(logits, kDraws, options, 21, TestPool(), true, Confidence::kMargin).ids, known.ids) << deviation;
     }
   }
+  // Infinities share all there is, in every block alike.
+  std::vector<float> logits = Normal(kColumns, 1, 7);
+  const std::vector<std::int64_t> infinite = {3, 700, 701, 5000, 19999};
+  for (const std::int64_t i : infinite) logits[static_cast<std::size_t>(i)] = kInfinity;
+  const Draws known = Draw(logits, kDraws, {}, 22, TestPool(), true);
+  EXPECT_EQ(Draw(logits, kDraws, {}, 22, TestPool(), true, Confidence::kMargin).ids, known.ids);
+  for (const std::int64_t i : infinite) EXPECT_NEAR(std::count(known.ids.begin(), known.ids.end(), i), kDraws / 5, 100) << i;
 }
 
 /// The bracket of top_p is looked at only in the blocks that may win: by chi-square, as above, of the blocks' frequencies.

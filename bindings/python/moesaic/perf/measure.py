@@ -322,8 +322,9 @@ def _with_supply(machine: Machine, tier: str, measured: Mapping[int, _Streams]) 
                 found[form][rows] = rates
         machine = _with_few(machine, tier, n, of_few)
         for form, others in found.items():
-            if not others:  # any number of rows is few to the unpack form
-                machine = _copied(machine, tier, n, f"few_{form}_gbps", f"{form}_gbps")
+            if not others:
+                if of_few[form]:  # any number of rows is few to the unpack form
+                    machine = _copied(machine, tier, n, f"few_{form}_gbps", f"{form}_gbps")
                 continue
             best = {rows: gbps for rows, (gbps, _) in others.items()}
             if (form == "direct" or apart) and n in machine.kernels[tier].per_thread:
@@ -352,7 +353,8 @@ def _with_few(machine: Machine, tier: str, threads: int, measured: Mapping[str, 
                 all_errors += error
         return some, all_errors
 
-    return min(map(rated, _FEW_OVERLAPS), key=operator.itemgetter(1))[0]
+    overlaps = _FEW_OVERLAPS if threads in machine.kernels[tier].per_thread else _FEW_OVERLAPS[:1]
+    return min(map(rated, overlaps), key=operator.itemgetter(1))[0]
 
 
 def _has_few(machine: Machine, tier: str) -> bool:

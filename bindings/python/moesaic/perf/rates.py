@@ -50,7 +50,7 @@ class LayerRates:
         sweep_product: ns for each product with it.
         partial: ns for an element of a sum of a further chunk that is added to its expert's.
         handed: ns for a tile of activations that a thread reads of a job which another one packed, and
-        claimed: ns for one that is written where those that share a job have read the one before.
+        claimed: ns for one that is written where those that share a job have read the tile that lay there.
         slot: ns for a slot of a token, in which the caller alone sorts them by expert.
         task: us for a task besides its work.
         call, call_backward: us for a forward and for a backward besides its phases: Python, validation, the graph,
@@ -119,8 +119,10 @@ class LayerRates:
             sweep=max(pack, 6 * memory),
             sweep_product=0.3 * pack,
             partial=2.0 * pack,
-            handed=at_threads(machine.fetch_ns, threads),
-            claimed=at_threads(machine.claim_few_ns, threads) / 4,
+            # No less than a nanosecond, for a fit multiplies these. A job's tiles are claimed by one thread at a time,
+            # and not by all at once as in the description: in some quarter of the time (16 AMX threads).
+            handed=max(at_threads(machine.fetch_ns, threads), 1.0),
+            claimed=max(at_threads(machine.claim_few_ns, threads) / 4, 1.0),
             slot=15.0,
             task=figures["task_us"],
             call=figures["job_us"] + 20.0,
