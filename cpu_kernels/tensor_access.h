@@ -48,4 +48,16 @@ inline std::int64_t LoadInt(const TensorView& view, std::int64_t i, std::int64_t
                                      : static_cast<const std::int32_t*>(view.data)[offset];
 }
 
+/// visit(i, j, value) for all elements of an integer view [n, m], in order, at a nanosecond each: where all threads wait.
+template <typename Visit>
+void ForEachInt(const TensorView& view, Visit visit) {
+  const auto in_order = [&](const auto* row) {
+    for (std::int64_t i = 0; i < view.shape[0]; ++i, row += view.stride[0]) {
+      for (std::int64_t j = 0; j < view.shape[1]; ++j) visit(i, j, static_cast<std::int64_t>(row[j * view.stride[1]]));
+    }
+  };
+  view.dtype == DType::kInt64 ? in_order(static_cast<const std::int64_t*>(view.data))
+                              : in_order(static_cast<const std::int32_t*>(view.data));
+}
+
 }  // namespace moesaic

@@ -43,6 +43,11 @@ std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t task
   return CeilDivide(tasks_of_thread * threads, std::max<std::int64_t>(1, pieces));
 }
 
+std::int64_t LoraTaskElements(std::int64_t parameters, int threads) {
+  constexpr std::int64_t kLeast = 16 * 1024, kMost = 64 * 1024;
+  return std::clamp(parameters / (std::int64_t{3} * threads), kLeast, kMost);
+}
+
 std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t panels, std::int64_t l2_bytes) {
   if (matrix_unit) return panels > 2 ? 8 : 0;
   if (tiles * panels * 1024 <= l2_bytes / 2) return 0;

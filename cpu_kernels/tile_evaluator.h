@@ -65,9 +65,9 @@ std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t task
 /// threads, which are not equally fast: with three tasks a thread a forward and backward take a tenth longer.)
 inline constexpr std::int64_t kLayerTasksOfThread = 6;
 
-/// Parameters of adapters, or of their gradients, that are worth a task: some 25 us of one core's share of the memory's
-/// bandwidth.
-inline constexpr std::int64_t kLoraTaskElements = 64 * 1024;
+/// Parameters of adapters, or of their gradients, that make a task, of so many that a call packs or writes: at most 64 K, some
+/// 25 us of one core's share of the memory's bandwidth, and fewer where threads would else have none.
+std::int64_t LoraTaskElements(std::int64_t parameters, int threads);
 
 /// Rows of I in the smallest task, and in one partial sum of the routing weights' gradient.
 inline constexpr std::int64_t kIntermediateUnit = 128;

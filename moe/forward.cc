@@ -55,21 +55,11 @@ class ForwardPass : public Pass {
 
  private:
   void Route() {
-    const std::int64_t slots = tokens * top_k;
-    const std::int64_t routing_size = config.num_experts + 1 + slots;
-    Carver sizes;
-    sizes.Take<std::int32_t>(routing_size);
-    sizes.Take<float>(slots);
-    workspace->tokens.Ensure(sizes.used());
-    Carver carver(workspace->tokens.data());
-    std::int32_t* own = carver.Take<std::int32_t>(routing_size);
-    slot_weights_ = carver.Take<float>(slots);
-    std::int32_t* target = args_.saved != nullptr ? args_.saved->routing : own;
+    const std::int64_t size = config.num_experts + 1 + tokens * top_k;
+    if (args_.saved == nullptr) workspace->tokens.Ensure(size * static_cast<std::int64_t>(sizeof(std::int32_t)));
+    auto* target = args_.saved != nullptr ? args_.saved->routing : static_cast<std::int32_t*>(workspace->tokens.data());
     BuildRouting(config, args_.ids, target);
     routing = target;
-    for (std::int64_t t = 0; t < tokens; ++t) {
-      for (std::int64_t j = 0; j < top_k; ++j) slot_weights_[t * top_k + j] = LoadFloat(args_.weights, t, j);
-    }
     Plan();
   }
 
@@ -319,14 +309,15 @@ class ForwardPass : public Pass {
       for (std::int64_t j = 0; j < top_k; ++j) {
         const std::int64_t id = LoadInt(args_.ids, t, j);
         if (id < 0 || id >= config.num_experts) continue;
+        const float weight = LoadFloat(args_.weights, t, j);
         for (std::size_t shard = 0; shard < shards.size(); ++shard) {
           rows[merge.count] = RowOf(static_cast<std::int64_t>(shard), t * top_k + j);
-          row_weights[merge.count++] = slot_weights_[t * top_k + j];
+          row_weights[merge.count++] = weight;
         }
         const BFloat16* added = in_place ? in_place->AddedRow(t * top_k + j) : nullptr;
         if (added == nullptr) continue;
         rows[merge.count] = added;
-        row_weights[merge.count++] = slot_weights_[t * top_k + j];
+        row_weights[merge.count++] = weight;
       }
       merge.rows = rows.data();
       merge.weights = row_weights.data();
@@ -340,7 +331,6 @@ class ForwardPass : public Pass {
 
   const ForwardArgs& args_;
   RowSource hidden_;
-  float* slot_weights_ = nullptr;
 };
 
 }  // namespace

@@ -9,24 +9,18 @@
 namespace moesaic::moe {
 
 void BuildRouting(const LayerConfig& config, const TensorView& ids, std::int32_t* routing) {
-  const std::int64_t experts = config.num_experts, tokens = ids.shape[0], top_k = ids.shape[1];
+  const std::int64_t experts = config.num_experts, top_k = ids.shape[1];
   std::int32_t* offsets = routing;
   std::int32_t* slots = routing + experts + 1;
   std::fill(offsets, offsets + experts + 1, 0);
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    for (std::int64_t j = 0; j < top_k; ++j) {
-      const std::int64_t id = LoadInt(ids, t, j);
-      if (id >= 0 && id < experts) ++offsets[id + 1];
-    }
-  }
+  ForEachInt(ids, [&](std::int64_t, std::int64_t, std::int64_t id) {
+    if (id >= 0 && id < experts) ++offsets[id + 1];
+  });
   for (std::int64_t e = 0; e < experts; ++e) offsets[e + 1] += offsets[e];
   std::vector<std::int32_t> next(offsets, offsets + experts);
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    for (std::int64_t j = 0; j < top_k; ++j) {
-      const std::int64_t id = LoadInt(ids, t, j);
-      if (id >= 0 && id < experts) slots[next[id]++] = static_cast<std::int32_t>(t * top_k + j);
-    }
-  }
+  ForEachInt(ids, [&](std::int64_t t, std::int64_t j, std::int64_t id) {
+    if (id >= 0 && id < experts) slots[next[id]++] = static_cast<std::int32_t>(t * top_k + j);
+  });
 }
 
 namespace {

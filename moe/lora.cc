@@ -134,6 +134,15 @@ TileMatrix LoraCall::MatrixOf(LoraMatrix m) const {
   return TileMatrix::Weights(nullptr, pieces.rows, pieces.columns);
 }
 
+ExpertLora ExpertLora::At(std::int64_t bytes) const {
+  ExpertLora moved = *this;
+  for (TileMatrix& m : moved.matrix) m.data += bytes / static_cast<std::int64_t>(sizeof(BFloat16));
+  for (float*& sums : moved.gradient) {
+    if (sums != nullptr) sums += bytes / static_cast<std::int64_t>(sizeof(float));
+  }
+  return moved;
+}
+
 ExpertLora LoraCall::Bind(void* matrices, void* gradients) const {
   ExpertLora lora;
   Carver tiles(matrices), sums(gradients);
@@ -169,18 +178,27 @@ std::int64_t LoraCall::gradient_bytes() const {
 
 std::int64_t LoraCall::strips(LoraMatrix m) const {
   const std::int64_t panels = CeilDiv(pieces_[m].rows, kPanelRows), columns = CeilDiv(pieces_[m].columns, kTileColumns);
-  return CeilDiv(std::max(panels, columns), kSuperblock);
+  return CeilDiv(std::max(panels, columns), kStripTiles);
 }
 
-std::int64_t LoraCall::StripsPerTask(LoraMatrix m, std::int64_t experts) const {
+std::int64_t LoraCall::StripsPerTask(LoraMatrix m, std::int64_t experts, std::int64_t elements) const {
   const std::int64_t rank = RankOf(m);
-  const std::int64_t worth = kLoraTaskElements * strips(m) / std::max<std::int64_t>(1, rank * FeaturesOf(m) * experts);
+  const std::int64_t worth = elements * strips(m) / std::max<std::int64_t>(1, rank * FeaturesOf(m) * experts);
   return std::max<std::int64_t>(1, std::min(worth, strips(m)));
+}
+
+std::int64_t LoraCall::parameters() const {
+  std::int64_t count = 0;
+  for (int i = 0; i < kNumLoraMatrices; ++i) {
+    const auto m = static_cast<LoraMatrix>(i);
+    if (rows(m) > 0) count += RankOf(m) * FeaturesOf(m);
+  }
+  return count;
 }
 
 LoraCall::Tiles LoraCall::TilesOf(LoraMatrix m, const Strips& strips) const {
   const std::int64_t panels = CeilDiv(pieces_[m].rows, kPanelRows), columns = CeilDiv(pieces_[m].columns, kTileColumns);
-  const std::int64_t begin = strips.begin * kSuperblock, end = strips.end * kSuperblock;
+  const std::int64_t begin = strips.begin * kStripTiles, end = strips.end * kStripTiles;
   if (columns > panels) return {0, panels, begin, std::min(end, columns)};
   return {begin, std::min(end, panels), 0, columns};
 }

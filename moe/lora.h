@@ -44,6 +44,9 @@ inline constexpr std::int64_t kLoraGroup = 16;
 struct ExpertLora {
   std::array<TileMatrix, kNumLoraMatrices> matrix;
   std::array<float*, kNumLoraMatrices> gradient{};
+
+  /// The same in memory so many bytes further on.
+  ExpertLora At(std::int64_t bytes) const;
 };
 
 class LoraCall {
@@ -95,13 +98,16 @@ class LoraCall {
   /// Carves an expert's matrices (and gradients) out of memory of that size.
   ExpertLora Bind(void* matrices, void* gradients) const;
 
-  /// A matrix is packed, and its gradient written, in strips of eight tiles along its longer side.
+  /// A matrix is packed, and its gradient written, in strips of four tiles along its longer side.
+  static constexpr std::int64_t kStripTiles = 4;
   struct Strips {
     std::int64_t begin, end;
   };
   std::int64_t strips(LoraMatrix m) const;
-  /// Strips that together are worth a task, for a group of so many experts.
-  std::int64_t StripsPerTask(LoraMatrix m, std::int64_t experts) const;
+  /// Strips that together have so many elements of a group of so many experts.
+  std::int64_t StripsPerTask(LoraMatrix m, std::int64_t experts, std::int64_t elements) const;
+  /// Of one expert.
+  std::int64_t parameters() const;
 
   /// Packs strips of one matrix for experts first_expert .. first_expert + targets.size() - 1, at most kLoraGroup; an expert
   /// whose entry has no memory is passed over.

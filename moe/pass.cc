@@ -64,6 +64,7 @@ Pass::Pass(Phase direction, const LayerConfig& config_, const PackedWeights& wei
       top_k(top_k_),
       padded_hidden(RoundUp(config_.hidden_size, kTileColumns)),
       threads(pool.num_threads()),
+      graph(workspace->graph),
       direction_(direction) {}
 
 void Pass::Plan() {
@@ -168,6 +169,7 @@ std::int64_t Pass::BindLora() {
   for (const LoraCall& call : lora_of_shard_) {
     group_bytes += lora_group_ * (ExpertPitch(call.expert_bytes()) + ExpertPitch(call.gradient_bytes()));
   }
+  lora_task_elements_ = LoraTaskElements(config.num_experts * lora.parameters(), threads);
   const auto count = static_cast<std::int64_t>(groups.size());
   group_slots_ = std::clamp<std::int64_t>(LoraBudget(threads) / std::max<std::int64_t>(group_bytes, 1), 1, count);
   Workspace::Fit(workspace->lora, group_slots_ * group_bytes, LoraBudget(threads));
@@ -177,11 +179,11 @@ std::int64_t Pass::BindLora() {
     const LoraCall& call = lora_of_shard_[s];
     const std::int64_t bytes = ExpertPitch(call.expert_bytes()), sums = ExpertPitch(call.gradient_bytes());
     ExpertLora* of_expert = expert_lora_.data() + static_cast<std::int64_t>(s) * config.num_experts;
+    const ExpertLora at_first = call.Bind(ring, sums > 0 ? ring + bytes : nullptr);
     for (std::int64_t g = 0; g < count; ++g) {
       for (std::size_t x = 0; x < groups[g].experts.size(); ++x) {
         const std::int64_t place = g % group_slots_ * lora_group_ + static_cast<std::int64_t>(x);
-        char* memory = ring + place * (bytes + sums);
-        of_expert[groups[g].experts[x]] = call.Bind(memory, sums > 0 ? memory + bytes : nullptr);
+        of_expert[groups[g].experts[x]] = at_first.At(place * (bytes + sums));
       }
     }
     ring += group_slots_ * lora_group_ * (bytes + sums);
@@ -288,7 +290,8 @@ Pass::LoraPart Pass::LoraPartOf(std::int64_t index) const {
   const auto num_shards = static_cast<std::int64_t>(shards.size());
   const std::int64_t group = TaskIndex::Job(index) / num_shards, shard = TaskIndex::Job(index) % num_shards;
   const LoraCall& call = lora_of_shard_[static_cast<std::size_t>(shard)];
-  const std::int64_t step = call.StripsPerTask(m, lora_group_), begin = TaskIndex::Part(index) / kNumLoraMatrices * step;
+  const std::int64_t step = call.StripsPerTask(m, lora_group_, lora_task_elements_),
+                     begin = TaskIndex::Part(index) / kNumLoraMatrices * step;
   const std::int64_t first = groups[group].first_expert;
   return {m, shard, {begin, std::min(begin + step, call.strips(m))}, first, GroupLora(shard, first)};
 }
@@ -325,7 +328,7 @@ Pass::Tasks Pass::AddLoraTasks(TaskFunction function, std::int64_t group, std::i
   for (int i = 0; i < kNumLoraMatrices; ++i) {
     const auto m = static_cast<LoraMatrix>(i);
     if (function == WriteTask && (!lora.wants(m) || (IsInEveryShard(m) && shard > 0))) continue;
-    const std::int64_t parts = CeilDiv(call.strips(m), call.StripsPerTask(m, lora_group_));
+    const std::int64_t parts = CeilDiv(call.strips(m), call.StripsPerTask(m, lora_group_, lora_task_elements_));
     for (std::int64_t part = 0; part < parts; ++part) {
       const std::int64_t code = TaskIndex::Encode(index, part * kNumLoraMatrices + m);
       const TaskId task = AddOfShard(function, code, shard, TaskGraph::Start::kNext);
@@ -421,15 +424,18 @@ TaskId Pass::AddJobs(void* context, std::span<const Stage> stages, TaskId before
       job_ends[job] = AddJob(context, job, stages, begin, sums[shard]);
       ends.push_back({job_ends[job], 1});
     }
-    if (write) {
-      const TaskId computed = ends.empty() ? -1 : Join(ends);
-      ends.clear();
-      for (std::int64_t shard = 0; shard < num_shards; ++shard) {
-        ends.push_back(AddLoraTasks(WriteTask, g_index, shard, computed));
-      }
+    const TaskId computed = ends.empty() ? -1 : Join(ends);
+    if (computed >= 0) all.push_back({computed, 1});
+    if (!write) {
+      slot_free = computed;
+      continue;
     }
-    all.push_back({Join(ends), 1});
-    if (group.jobs > 0) slot_free = all.back().first;
+    // What comes behind the jobs does not wait for these.
+    ends.clear();
+    for (std::int64_t shard = 0; shard < num_shards; ++shard) {
+      ends.push_back(AddLoraTasks(WriteTask, g_index, shard, computed));
+    }
+    if (group.jobs > 0 && g_index + group_slots_ < static_cast<std::int64_t>(groups.size())) slot_free = Join(ends);
   }
   profiling::NoteJobs(static_cast<std::int64_t>(jobs.size()), job_slots_ * num_shards, job_tasks_);
   return Join(all);

@@ -117,7 +117,7 @@ class Pass {
   const std::int64_t padded_hidden;  ///< H rounded up to a tile
   const int threads;
   WorkspaceLease workspace;
-  TaskGraph graph;
+  TaskGraph& graph;  ///< the workspace's
 
   const std::int32_t* routing = nullptr;
   std::vector<Job> jobs;
@@ -257,7 +257,8 @@ class Pass {
   std::int64_t job_slots_ = 1;                         ///< of each shard
   std::vector<std::unique_ptr<SlotPool>> free_slots_;  ///< by shard
   std::vector<std::int64_t> slot_of_job_;
-  std::int64_t lora_group_ = 1;  ///< experts of a group
+  std::int64_t lora_group_ = 1;          ///< experts of a group
+  std::int64_t lora_task_elements_ = 1;  ///< of a task that packs or writes
   std::int64_t group_slots_ = 1;
   std::vector<ExpertLora> expert_lora_;  ///< by shard and expert; empty entries for those without rows
 };

@@ -240,14 +240,11 @@ void ValidateForward(const LayerConfig& config, const ForwardArgs& args) {
   CheckLora(config, args.lora);
   CheckOutput("out", args.out, {{tokens, "T"}, {config.hidden_size, "H"}}, kActivationTypes);
   if (args.saved != nullptr) CheckSaved(*args.saved, tokens * top_k, args.lora);
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    for (std::int64_t j = 0; j < top_k; ++j) {
-      const std::int64_t id = LoadInt(args.ids, t, j);
-      if (id < -1 || id > config.num_experts) {
-        Fail("top_k_ids[", t, ", ", j, "] is ", id, "; expected -1 or 0..", config.num_experts);
-      }
+  ForEachInt(args.ids, [&](std::int64_t t, std::int64_t j, std::int64_t id) {
+    if (id < -1 || id > config.num_experts) {
+      Fail("top_k_ids[", t, ", ", j, "] is ", id, "; expected -1 or 0..", config.num_experts);
     }
-  }
+  });
 }
 
 void ValidateBackward(const LayerConfig& config, const BackwardArgs& args) {

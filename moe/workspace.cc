@@ -73,6 +73,7 @@ WorkspaceLease::WorkspaceLease() {
     }
   }
   if (workspace_ == nullptr) workspace_ = std::make_unique<Workspace>();
+  workspace_->graph.Clear();
 }
 
 WorkspaceLease::~WorkspaceLease() {

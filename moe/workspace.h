@@ -8,19 +8,21 @@
 #include <vector>
 
 #include "cpu_kernels/aligned_buffer.h"
+#include "threadpool/pool.h"
 
 namespace moesaic::moe {
 
 /// Buffers of one call in flight. Contents are undefined when it is acquired.
 struct Workspace {
-  AlignedBuffer rows;          ///< bf16 [shards][T * k][H]: a row of Y (forward) or dX (backward) for each slot
-  AlignedBuffer jobs;          ///< activations of the jobs in flight
-  AlignedBuffer lora;          ///< packed adapters of the groups in flight, and their gradients' fp32 sums; or the rank-wide
-                               ///< intermediates of adapters in place
-  AlignedBuffer in_place;      ///< what else adapters in place hold from stage to stage; grows with T
-  AlignedBuffer tokens;        ///< routing weights and tables, a few bytes a slot
-  AlignedBuffer dense;         ///< bf16 [T][H]: hidden (forward) or d_out (backward), where the caller's has no dense rows
-  AlignedBuffer dense_hidden;  ///< the same for hidden in the backward
+  AlignedBuffer rows;           ///< bf16 [shards][T * k][H]: a row of Y (forward) or dX (backward) for each slot
+  AlignedBuffer jobs;           ///< activations of the jobs in flight
+  AlignedBuffer lora;           ///< packed adapters of the groups in flight, and their gradients' fp32 sums; or the rank-wide
+                                ///< intermediates of adapters in place
+  AlignedBuffer in_place;       ///< what else adapters in place hold from stage to stage; grows with T
+  AlignedBuffer tokens;         ///< routing tables, a few bytes a slot
+  AlignedBuffer dense;          ///< bf16 [T][H]: hidden (forward) or d_out (backward), where the caller's has no dense rows
+  AlignedBuffer dense_hidden;   ///< the same for hidden in the backward
+  threadpool::TaskGraph graph;  ///< empty, with the memory of the last one
 
   /// At least `bytes`, and no more than `most` left from an earlier call. Throws std::bad_alloc.
   static void Fit(AlignedBuffer& buffer, std::int64_t bytes, std::int64_t most) {

@@ -69,6 +69,13 @@ TEST(TileEvaluator, MergesAreTasksForAllThreads) {
   EXPECT_EQ(TokensPerMerge(4096, 16), 32);
 }
 
+TEST(TileEvaluator, SmallAdaptersAreTasksForAllThreads) {
+  EXPECT_EQ(LoraTaskElements(0, 16), 16 * 1024);
+  EXPECT_EQ(LoraTaskElements(32 * 16 * 1792, 16), 32 * 16 * 1792 / 48);
+  EXPECT_EQ(LoraTaskElements(32 * 16 * 1792, 2), 64 * 1024);
+  EXPECT_EQ(LoraTaskElements(128 * 16 * 6400, 16), 64 * 1024);
+}
+
 TEST(TileEvaluator, FewerJobsThanThreadsAreCutFiner) {
   const auto columns = [](std::int64_t jobs) { return ChooseBlocking({jobs, 128, 4096, 14336, 16}).hidden_columns_per_task; };
   EXPECT_EQ(columns(8), 16);   // 128 / 12 tasks, in superblocks of 8

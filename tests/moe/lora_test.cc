@@ -308,12 +308,14 @@ TEST_P(LoraTest, PartsCoverAMatrixInPiecesWorthATask) {
   adapter.gate_up = {view(16, 2048), view(1536, 16), 1.0f};
   adapter.down = {view(16, 768), view(2048, 16), 1.0f};
   const LoraCall lora(config, {0, config.intermediate_size}, {&adapter, 1}, {});
+  EXPECT_EQ(lora.parameters(), 16 * (2048 + 1536 + 768 + 2048));
   for (int i = 0; i < kNumLoraMatrices; ++i) {
     const auto m = static_cast<LoraMatrix>(i);
     const bool wide = m == kLoraA || m == kLoraBDownT;
-    EXPECT_EQ(lora.strips(m), wide ? 8 : 6);
-    EXPECT_EQ(lora.StripsPerTask(m, 16), wide ? 1 : 2);  // 64 K elements each
-    EXPECT_EQ(lora.StripsPerTask(m, 1), lora.strips(m));
+    EXPECT_EQ(lora.strips(m), wide ? 16 : 12);
+    EXPECT_EQ(lora.StripsPerTask(m, 16, 64 * 1024), wide ? 2 : 4);
+    EXPECT_EQ(lora.StripsPerTask(m, 16, 1024), 1);
+    EXPECT_EQ(lora.StripsPerTask(m, 1, 64 * 1024), lora.strips(m));
   }
 }
 
