@@ -72,8 +72,9 @@ py::object CallMethod(py::handle object, const py::str& name) {
   return py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object.ptr(), name.ptr()));
 }
 
-/// Below this address there is no memory: a tensor whose storage was taken from it lies at its offset.
-constexpr std::uintptr_t kNoMemory = 1 << 16;
+/// A tensor whose storage was taken from it lies at its offset: below this address it is asked for its storage. (There are
+/// tensors with memory, too, where the interpreter is one that the system does not load anywhere else.)
+constexpr std::uintptr_t kLowMemory = std::uintptr_t{1} << 32;
 
 /// What DLPack says of an ordinary tensor in dense CPU memory, in one call instead of one for each property: seven tensors come
 /// with a call of the layer, and right after a pass over the weights no cache holds any of what those properties run through.
@@ -86,7 +87,7 @@ bool Describe(py::handle object, DLTensor* tensor) {
     PyErr_Clear();
     return false;
   }
-  if (reinterpret_cast<std::uintptr_t>(tensor->data) < kNoMemory) return false;
+  if (reinterpret_cast<std::uintptr_t>(tensor->data) < kLowMemory) return false;
   if (tensor->device.device_type != kDLCPU || tensor->ndim < 1 || tensor->ndim > 3 || tensor->strides == nullptr) return false;
   const py::object negated = CallMethod(object, torch.is_neg);  // which DLPack cannot tell
   if (!negated) PyErr_Clear();

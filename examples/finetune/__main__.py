@@ -18,13 +18,16 @@ sys.path.insert(0, str(HERE))
 
 from dataclasses import asdict  # noqa: E402
 
-import report  # noqa: E402
-from checks import adapter_in_stock_model, loss_falls, losses_agree  # noqa: E402
-from report import Check, Result  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.panel import Panel  # noqa: E402
-from rich.table import Table  # noqa: E402
-from rich.text import Text  # noqa: E402
+try:
+    import report
+    from checks import adapter_in_stock_model, loss_falls, losses_agree
+    from report import Check, Result
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError as error:
+    sys.exit(f"examples/finetune needs {error.name}, which this Python does not have; 'make setup' installs it")
 
 
 class RunFailedError(Exception):

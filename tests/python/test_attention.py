@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 import moesaic
 from moesaic import _core
@@ -159,6 +160,8 @@ def test_where_pytorch_computes() -> None:
         assert torch.equal(functional.attention(*wanted, key_mask=mask), functional.attention(q, k, v, key_mask=mask))
     for none in ((q[:0], k[:0], v[:0]), (q[:, :0], k[:, :0], v[:, :0]), (q, k[:, :, :0], v[:, :, :0])):
         assert torch.equal(functional.attention(*none), F.scaled_dot_product_attention(*none))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward AD"):
+        functional.attention(forward_ad.make_dual(q, q), k, v)
 
 
 def test_timers_see_the_stages() -> None:

@@ -356,8 +356,8 @@ def test_tensors_without_memory_are_refused() -> None:
     with FakeTensorMode():
         fake, weight, logits = torch.zeros(8, 48), torch.zeros(32, 48), torch.zeros(2, 100)
         later, empty = torch.zeros(9, 48)[1:], torch.zeros(0, 48)
-    taken, taken_later = torch.zeros(8, 48), torch.zeros(9, 48)[1:]
-    for tensor in (taken, taken_later):
+    taken, taken_later, taken_far = torch.zeros(8, 48), torch.zeros(9, 48)[1:], torch.zeros(100_000, 48)[99_000:]
+    for tensor in (taken, taken_later, taken_far):
         tensor.untyped_storage().resize_(0)
     calls: list[tuple[str, Callable[[], object]]] = [
         ("x", lambda: fused.gemm_bias_gelu(fake, w)),
@@ -365,6 +365,7 @@ def test_tensors_without_memory_are_refused() -> None:
         ("x", lambda: fused.layernorm(later)),
         ("x", lambda: fused.layernorm(taken)),
         ("x", lambda: fused.layernorm(taken_later)),
+        ("x", lambda: fused.layernorm(taken_far)),
         ("x", lambda: fused.rmsnorm(fake, inplace=True)),
         ("x", lambda: fused.silu_mul(fake)),
         ("weight", lambda: PackedLinear(weight)),

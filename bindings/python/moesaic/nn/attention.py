@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 from moesaic import _core
 from moesaic.nn import checked
@@ -88,10 +89,12 @@ def _rows_of(heads: torch.Tensor) -> torch.Tensor:
 
 
 def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the engine computes attention of such tensors: of numbers in memory, which tracers do not have."""
+    """Whether the engine computes attention of such tensors: of numbers in memory, which tracers do not have, where no
+    gradient is wanted, backward or forward."""
     tensors = (q, k, v)
     if any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors) or torch.jit.is_tracing():  # type: ignore[no-untyped-call, attr-defined]
         return False
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    wanted = wanted or any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)  # type: ignore[no-untyped-call]
     some = q.shape[2] >= _LEAST_QUERIES and q.numel() > 0 and k.numel() > 0
     return q.dtype == torch.bfloat16 and some and not wanted
