@@ -158,8 +158,9 @@ def test_where_pytorch_computes() -> None:
     assert all(t.grad is not None and t.grad.any() for t in wanted)
     with torch.no_grad():
         assert torch.equal(functional.attention(*wanted, key_mask=mask), functional.attention(q, k, v, key_mask=mask))
-    for none in ((q[:0], k[:0], v[:0]), (q[:, :0], k[:, :0], v[:, :0]), (q, k[:, :, :0], v[:, :, :0])):
+    for none in ((q[:0], k[:0], v[:0]), (q[:, :, :0], k, v), (q, k[:, :, :0], v[:, :, :0])):
         assert torch.equal(functional.attention(*none), F.scaled_dot_product_attention(*none))
+    assert functional.attention(q[:, :0], k[:, :0], v[:, :0]).shape == (2, 0, 20, 64)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward AD"):
         functional.attention(forward_ad.make_dual(q, q), k, v)
 
