@@ -72,9 +72,9 @@ py::object CallMethod(py::handle object, const py::str& name) {
   return py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object.ptr(), name.ptr()));
 }
 
-/// A tensor whose storage was taken from it lies at its offset: below this address it is asked for its storage. (There are
-/// tensors with memory, too, where the interpreter is one that the system does not load anywhere else.)
-constexpr std::uintptr_t kLowMemory = std::uintptr_t{1} << 32;
+/// A tensor whose storage was taken from it lies at its offset: below this address, 1 TiB, it is asked for its storage. (What
+/// the system maps lies above; the heap of an interpreter that is always loaded to the same place, below.)
+constexpr std::uintptr_t kLowMemory = std::uintptr_t{1} << 40;
 
 /// What DLPack says of an ordinary tensor in dense CPU memory, in one call instead of one for each property: seven tensors come
 /// with a call of the layer, and right after a pass over the weights no cache holds any of what those properties run through.

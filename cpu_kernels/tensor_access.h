@@ -1,4 +1,5 @@
-// Reading and writing single elements of a view, whatever its type: for references, validation and other slow paths.
+// Reading and writing single elements of a view, whatever its type: for references, validation, routing and slow
+// paths.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +49,8 @@ inline std::int64_t LoadInt(const TensorView& view, std::int64_t i, std::int64_t
                                      : static_cast<const std::int32_t*>(view.data)[offset];
 }
 
-/// visit(i, j, value) for all elements of an integer view [n, m], in order, at a nanosecond each: where all threads wait.
+/// visit(i, j, value) for all elements of an integer view [n, m], in order. The type is asked once: all threads wait while
+/// routing runs this.
 template <typename Visit>
 void ForEachInt(const TensorView& view, Visit visit) {
   const auto in_order = [&](const auto* row) {

@@ -65,8 +65,9 @@ std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t task
 /// threads, which are not equally fast: with three tasks a thread a forward and backward take a tenth longer.)
 inline constexpr std::int64_t kLayerTasksOfThread = 6;
 
-/// Parameters of adapters, or of their gradients, that make a task, of so many that a call packs or writes: at most 64 K, some
-/// 25 us of one core's share of the memory's bandwidth, and fewer where threads would else have none.
+/// Parameters of adapters, or of their gradients, that make a task, of so many that a call packs or writes: three tasks for
+/// each thread, of 64 K at most, some 25 us of one core's share of the memory's bandwidth, and of 16 K at least. (With 64 K
+/// always, and what else changed with it, small layers took 1.03 to 1.07 of the time on 16 threads: docs/EXPERIMENTS.md.)
 std::int64_t LoraTaskElements(std::int64_t parameters, int threads);
 
 /// Rows of I in the smallest task, and in one partial sum of the routing weights' gradient.

@@ -136,7 +136,9 @@ TileMatrix LoraCall::MatrixOf(LoraMatrix m) const {
 
 ExpertLora ExpertLora::At(std::int64_t bytes) const {
   ExpertLora moved = *this;
-  for (TileMatrix& m : moved.matrix) m.data += bytes / static_cast<std::int64_t>(sizeof(BFloat16));
+  for (TileMatrix& m : moved.matrix) {
+    if (m.data != nullptr) m.data += bytes / static_cast<std::int64_t>(sizeof(BFloat16));
+  }
   for (float*& sums : moved.gradient) {
     if (sums != nullptr) sums += bytes / static_cast<std::int64_t>(sizeof(float));
   }

@@ -106,7 +106,7 @@ class LoraCall {
   std::int64_t strips(LoraMatrix m) const;
   /// Strips that together have so many elements of a group of so many experts.
   std::int64_t StripsPerTask(LoraMatrix m, std::int64_t experts, std::int64_t elements) const;
-  /// Of one expert.
+  /// Elements of one expert's matrices, without padding.
   std::int64_t parameters() const;
 
   /// Packs strips of one matrix for experts first_expert .. first_expert + targets.size() - 1, at most kLoraGroup; an expert

@@ -165,11 +165,12 @@ std::int64_t Pass::BindLow() {
 
 /// Experts with rows take consecutive places in the ring; a group's places are freed when its gradients are written.
 std::int64_t Pass::BindLora() {
-  std::int64_t group_bytes = 0;
+  std::int64_t group_bytes = 0, parameters = 0;
   for (const LoraCall& call : lora_of_shard_) {
+    parameters += config.num_experts * call.parameters();
     group_bytes += lora_group_ * (ExpertPitch(call.expert_bytes()) + ExpertPitch(call.gradient_bytes()));
   }
-  lora_task_elements_ = LoraTaskElements(config.num_experts * lora.parameters(), threads);
+  lora_task_elements_ = LoraTaskElements(parameters, threads);
   const auto count = static_cast<std::int64_t>(groups.size());
   group_slots_ = std::clamp<std::int64_t>(LoraBudget(threads) / std::max<std::int64_t>(group_bytes, 1), 1, count);
   Workspace::Fit(workspace->lora, group_slots_ * group_bytes, LoraBudget(threads));
@@ -290,8 +291,7 @@ Pass::LoraPart Pass::LoraPartOf(std::int64_t index) const {
   const auto num_shards = static_cast<std::int64_t>(shards.size());
   const std::int64_t group = TaskIndex::Job(index) / num_shards, shard = TaskIndex::Job(index) % num_shards;
   const LoraCall& call = lora_of_shard_[static_cast<std::size_t>(shard)];
-  const std::int64_t step = call.StripsPerTask(m, lora_group_, lora_task_elements_),
-                     begin = TaskIndex::Part(index) / kNumLoraMatrices * step;
+  const std::int64_t step = StripsPerTask(call, m), begin = TaskIndex::Part(index) / kNumLoraMatrices * step;
   const std::int64_t first = groups[group].first_expert;
   return {m, shard, {begin, std::min(begin + step, call.strips(m))}, first, GroupLora(shard, first)};
 }
@@ -328,7 +328,7 @@ Pass::Tasks Pass::AddLoraTasks(TaskFunction function, std::int64_t group, std::i
   for (int i = 0; i < kNumLoraMatrices; ++i) {
     const auto m = static_cast<LoraMatrix>(i);
     if (function == WriteTask && (!lora.wants(m) || (IsInEveryShard(m) && shard > 0))) continue;
-    const std::int64_t parts = CeilDiv(call.strips(m), call.StripsPerTask(m, lora_group_, lora_task_elements_));
+    const std::int64_t parts = CeilDiv(call.strips(m), StripsPerTask(call, m));
     for (std::int64_t part = 0; part < parts; ++part) {
       const std::int64_t code = TaskIndex::Encode(index, part * kNumLoraMatrices + m);
       const TaskId task = AddOfShard(function, code, shard, TaskGraph::Start::kNext);
@@ -435,7 +435,7 @@ TaskId Pass::AddJobs(void* context, std::span<const Stage> stages, TaskId before
     for (std::int64_t shard = 0; shard < num_shards; ++shard) {
       ends.push_back(AddLoraTasks(WriteTask, g_index, shard, computed));
     }
-    if (group.jobs > 0 && g_index + group_slots_ < static_cast<std::int64_t>(groups.size())) slot_free = Join(ends);
+    if (g_index + group_slots_ < static_cast<std::int64_t>(groups.size())) slot_free = Join(ends);
   }
   profiling::NoteJobs(static_cast<std::int64_t>(jobs.size()), job_slots_ * num_shards, job_tasks_);
   return Join(all);

@@ -1,8 +1,8 @@
 // What forward and backward share: the plan of one call.
 //
-// A call is one task graph. For every adapter group there are tasks that pack its adapters, for every job a chain of stages
-// (each split over I or H where there are few jobs), and at the end, over blocks of tokens, the merge. A worker that ends one
-// stage goes on with the next of the same job, whose activations are in its cache.
+// A call is one task graph. For every adapter group there are tasks that pack its adapters and write their gradients, for every
+// job a chain of stages (each split over I or H where there are few jobs), and after all jobs, over blocks of tokens, the
+// merge. A worker that ends one stage goes on with the next of the same job, whose activations are in its cache.
 //
 // On several NUMA nodes each job is one node's shard of I (shards.h), begins there, and has its slot there.
 //
@@ -11,6 +11,7 @@
 // bounds memory whatever the number of tokens.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -165,8 +166,9 @@ class Pass {
     return expert_lora_[static_cast<std::size_t>(job.shard * config.num_experts + job.expert)];
   }
 
-  /// Adds the tasks of the whole call but sweeps and the merge, and returns one that ends after all of them. `context` is what
-  /// the stages' functions get, and a Pass. Jobs begin after `before`, if it is none of -1.
+  /// Adds the tasks of the whole call but sweeps and the merge, and returns one that ends after all jobs; gradients of packed
+  /// adapters may still be written then. `context` is what the stages' functions get, and a Pass. Jobs begin after `before`, if
+  /// it is none of -1.
   TaskId AddJobs(void* context, std::span<const Stage> stages, TaskId before = -1);
   /// Tasks 0 to count - 1 of a sweep, after one, and one that ends after all of them.
   TaskId AddSweep(void* context, TaskFunction function, std::int64_t count, TaskId after);
@@ -232,6 +234,9 @@ class Pass {
   static void EndJob(void* pass, std::int64_t job, int worker);
   /// Adds the tasks that pack the adapters of a group for a shard, or write their gradients: some strips of one matrix each.
   Tasks AddLoraTasks(TaskFunction function, std::int64_t group, std::int64_t shard, TaskId after);
+  std::int64_t StripsPerTask(const LoraCall& call, LoraMatrix m) const {
+    return call.StripsPerTask(m, std::min(lora_group_, config.num_experts), lora_task_elements_);
+  }
   struct LoraPart {
     LoraMatrix matrix;
     std::int64_t shard;

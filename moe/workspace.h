@@ -12,14 +12,14 @@
 
 namespace moesaic::moe {
 
-/// Buffers of one call in flight. Contents are undefined when it is acquired.
+/// Buffers of one call in flight. Contents are undefined when it is acquired, but for the graph.
 struct Workspace {
   AlignedBuffer rows;           ///< bf16 [shards][T * k][H]: a row of Y (forward) or dX (backward) for each slot
   AlignedBuffer jobs;           ///< activations of the jobs in flight
   AlignedBuffer lora;           ///< packed adapters of the groups in flight, and their gradients' fp32 sums; or the rank-wide
                                 ///< intermediates of adapters in place
   AlignedBuffer in_place;       ///< what else adapters in place hold from stage to stage; grows with T
-  AlignedBuffer tokens;         ///< routing tables, a few bytes a slot
+  AlignedBuffer tokens;         ///< tables of slots, a few bytes each
   AlignedBuffer dense;          ///< bf16 [T][H]: hidden (forward) or d_out (backward), where the caller's has no dense rows
   AlignedBuffer dense_hidden;   ///< the same for hidden in the backward
   threadpool::TaskGraph graph;  ///< empty, with the memory of the last one
@@ -61,17 +61,17 @@ class SlotPool {
 /// At least `bytes` of memory of the calling thread's own, 64-byte aligned, valid until its next call. Throws std::bad_alloc.
 void* ThreadScratch(std::int64_t bytes);
 
-/// Bytes that stored workspaces hold, and their release. Thread scratch stays with its threads.
+/// Bytes that the buffers of stored workspaces hold, and their release. Thread scratch stays with its threads.
 std::int64_t StoredWorkspaceBytes();
 void ReleaseWorkspaces();
 /// Bytes of all threads' scratch.
 std::int64_t ThreadScratchBytes();
 
-/// Bound on everything here but what grows with T (`rows`, `in_place`, `tokens`, `dense`, `dense_hidden`), and on the threads'
-/// scratch: 64 MiB + 8 MiB a thread. It is kept for every layer of which one job, one expert's adapters with their gradients'
-/// sums, and the threads' scratch fit; where they do not, as with rank 256 on the largest experts and few threads, they take
-/// what they need. A thread keeps the most scratch that any layer has asked of it: after a wider layer, one that nearly
-/// fills the bound may exceed it by the difference of the two layers' scratch.
+/// Bound on everything here but what grows with T (`rows`, `in_place`, `tokens`, `dense`, `dense_hidden`, `graph`), and on the
+/// threads' scratch: 64 MiB + 8 MiB a thread. It is kept for every layer of which one job, one expert's adapters with their
+/// gradients' sums, and the threads' scratch fit; where they do not, as with rank 256 on the largest experts and few threads,
+/// they take what they need. A thread keeps the most scratch that any layer has asked of it: after a wider layer, one that
+/// nearly fills the bound may exceed it by the difference of the two layers' scratch.
 std::int64_t ScratchBudget(int threads);
 /// What of it activations of the jobs in flight, and packed adapters with their gradients' sums, may take.
 std::int64_t JobBudget(int threads);

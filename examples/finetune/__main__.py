@@ -27,7 +27,7 @@ try:
     from rich.table import Table
     from rich.text import Text
 except ModuleNotFoundError as error:
-    sys.exit(f"examples/finetune needs {error.name}, which this Python does not have; 'make setup' installs it")
+    sys.exit(f"examples/finetune needs {error.name}, which {sys.executable} does not have; 'make demo' sees to it")
 
 
 class RunFailedError(Exception):

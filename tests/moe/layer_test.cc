@@ -324,8 +324,14 @@ TEST(Layer, StridedHiddenAndOutput) {
   const Tensor hidden = transposed(problem.hidden);
   const Tensor weights = transposed(problem.top_k_weights);
   const Tensor d_out = transposed(problem.d_out);
+  const TensorView& rows = problem.ids.view();
+  ASSERT_EQ(rows.dtype, DType::kInt64);
+  const Tensor ids(rows.dtype, {rows.shape[0], rows.shape[1]}, {1, rows.shape[0]});
+  ForEachInt(rows, [&](std::int64_t i, std::int64_t j, std::int64_t id) {
+    static_cast<std::int64_t*>(ids.view().data)[j * rows.shape[0] + i] = id;
+  });
   const Tensor strided_out = hidden.Like();
-  layer.Forward({hidden.view(), problem.ids.view(), weights.view(), problem.lora, strided_out.view(), nullptr}, pool);
+  layer.Forward({hidden.view(), ids.view(), weights.view(), problem.lora, strided_out.view(), nullptr}, pool);
   EXPECT_TRUE(strided_out == transposed(out));
   const Tensor d_hidden = hidden.Like();
   const Tensor d_weights = weights.Like();

@@ -86,7 +86,7 @@ ProblemSpec Spec() {
   spec.tokens = 150;
   spec.experts = 5;
   spec.top_k = 2;
-  spec.hidden = 72;
+  spec.hidden = 200;
   spec.intermediate = 300;
   spec.skipped = 0.1;
   spec.adapters = {{.gate_up = 8, .down = 5, .peft_strides = true}, {.gate = 3, .up = 2, .down = 9, .dtype = DType::kBFloat16}};

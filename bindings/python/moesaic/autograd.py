@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moesaic import _core, staging
+from moesaic import _core, forward_mode, staging
 from moesaic.layer import ExpertsLayer
 from moesaic.lora import Layout, Lora, flatten
 
@@ -114,6 +114,7 @@ def moe_experts(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, dtype or ids; the message names it.
+        NotImplementedError: a tensor has a tangent of `torch.autograd.forward_ad`.
         MemoryError: memory cannot be had; of a GPU and of what is pinned for it, PyTorch's own errors.
     """
     _core.mark_entry()
@@ -121,6 +122,13 @@ def moe_experts(
         raise TypeError(f"layer is a {type(layer).__name__}; expected a moesaic.ExpertsLayer")
     lora_tensors, lora_layout = flatten(lora)
     staging.check_tensors(hidden, top_k_ids, top_k_weights)
+    if forward_mode.is_on():
+        for name, tensor in (
+            ("hidden", hidden),
+            ("top_k_weights", top_k_weights),
+            *(("lora", t) for t in lora_tensors),
+        ):
+            forward_mode.refuse(tensor, name)
     core = layer._core
     out: torch.Tensor
     if not torch.is_grad_enabled() or not (

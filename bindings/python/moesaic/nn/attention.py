@@ -7,9 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd import forward_ad
 
-from moesaic import _core
+from moesaic import _core, forward_mode
 from moesaic.nn import checked
 
 __all__ = ["attention", "is_served"]
@@ -97,6 +96,6 @@ def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     if any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors) or torch.jit.is_tracing():  # type: ignore[no-untyped-call, attr-defined]
         return False
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    wanted = wanted or any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)  # type: ignore[no-untyped-call]
+    wanted = wanted or any(forward_mode.has_tangent(t) for t in tensors)
     some = q.shape[2] >= _LEAST_QUERIES and q.numel() > 0 and k.numel() > 0
     return q.dtype == torch.bfloat16 and some and not wanted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from moesaic import forward_mode
 from moesaic.nn.autograd import Fusion, fused_linear
 from moesaic.nn.linear import PackedLinear
 
@@ -96,6 +97,7 @@ def check(tensor: torch.Tensor, name: str, features: int | None = None) -> None:
         raise ValueError(f"{name} is {tensor.dtype}; expected torch.bfloat16 or torch.float32")
     if not tensor.is_cpu:
         raise ValueError(f"{name} is on {tensor.device}; expected a CPU tensor")
+    forward_mode.refuse(tensor, name)
 
 
 def _check_vector(vector: torch.Tensor, name: str, size: int) -> None:

@@ -6,7 +6,8 @@ Results are bitwise the same for any number of threads. Gradients reach every te
 vectors, LoRA, the bias, and the weight if it required a gradient when it was packed. Those of the weight, of the bias
 and of LoRA are PyTorch's products of what the engine leaves; all others are the engine's.
 
-Every function raises TypeError or ValueError for a wrong type, shape, dtype or option; the message names the argument.
+Every function raises TypeError or ValueError for a wrong type, shape, dtype or option, and NotImplementedError for a
+tangent of `torch.autograd.forward_ad`; the message names the argument.
 
 Dense layers, norms and gates are differentiable once. `attention` takes ``[B, heads, T, D]``; where a gradient is
 wanted, and in fp32, it is PyTorch's.
