@@ -77,6 +77,22 @@ TEST(Scratch, LargeRanks) {
   for (const int threads : {1, 40}) ExpectBounded(spec, threads);
 }
 
+TEST(Scratch, PlacesOfAdaptersAreTakenAgain) {
+  // Of twelve groups three fit the memory of one thread, and of six four that of 40.
+  ProblemSpec spec;
+  spec.tokens = 500;
+  spec.experts = 48;
+  spec.hidden = 192;
+  spec.intermediate = 128;
+  spec.adapters = {{.gate_up = 256, .down = 256, .peft_strides = true}, {.gate = 256, .up = 256, .down = 256}};
+  const Problem problem(spec);
+  Pool one(1), many(40);
+  const ExpertsLayer layer(problem.config(), problem.gate_up.view(), problem.down.view(), one);
+  const Saved saved(layer, problem), again(layer, problem);
+  EXPECT_TRUE(RunForward(layer, problem, one, &saved) == RunForward(layer, problem, many, &again));
+  EXPECT_TRUE(Equal(RunBackward(layer, problem, one, saved), RunBackward(layer, problem, many, again)));
+}
+
 TEST(Scratch, AdaptersInPlace) {
   // Of rank 128 the rank-wide intermediates of 40 slots and more would take over 32 MiB: those are packed.
   for (const std::int64_t rank : {16, 128}) {
