@@ -27,7 +27,9 @@ try:
     from rich.table import Table
     from rich.text import Text
 except ModuleNotFoundError as error:
-    sys.exit(f"examples/finetune needs {error.name}, which {sys.executable} does not have; 'make demo' sees to it")
+    sys.exit(
+        f"examples/finetune needs {error.name}, which {sys.executable} does not have; 'make setup' gives it to .venv"
+    )
 
 
 class RunFailedError(Exception):
