@@ -1,5 +1,4 @@
-// Reading and writing single elements of a view, whatever its type: for references, validation, routing and slow
-// paths.
+// Reading and writing single elements of a view, whatever its type: for references, validation, routing and slow paths.
 #pragma once
 
 #include <cstdint>

@@ -67,25 +67,23 @@ TEST(Scratch, ManyThreadsOnAWideLayer) {
   for (const int threads : {1, 13, 40}) ExpectBounded(spec, threads);
 }
 
-TEST(Scratch, LargeRanks) {
+ProblemSpec LargeRanks(std::int64_t tokens) {
   ProblemSpec spec;
-  spec.tokens = 12000;
+  spec.tokens = tokens;
   spec.experts = 48;
   spec.hidden = 192;
   spec.intermediate = 128;
   spec.adapters = {{.gate_up = 256, .down = 256, .peft_strides = true}, {.gate = 256, .up = 256, .down = 256}};
-  for (const int threads : {1, 40}) ExpectBounded(spec, threads);
+  return spec;
+}
+
+TEST(Scratch, LargeRanks) {
+  for (const int threads : {1, 40}) ExpectBounded(LargeRanks(12000), threads);
 }
 
 TEST(Scratch, PlacesOfAdaptersAreTakenAgain) {
-  // Of twelve groups three fit the memory of one thread, and of six four that of 40.
-  ProblemSpec spec;
-  spec.tokens = 500;
-  spec.experts = 48;
-  spec.hidden = 192;
-  spec.intermediate = 128;
-  spec.adapters = {{.gate_up = 256, .down = 256, .peft_strides = true}, {.gate = 256, .up = 256, .down = 256}};
-  const Problem problem(spec);
+  // Fewer groups of experts fit the memory of 1 and of 40 threads than there are.
+  const Problem problem(LargeRanks(500));
   Pool one(1), many(40);
   const ExpertsLayer layer(problem.config(), problem.gate_up.view(), problem.down.view(), one);
   const Saved saved(layer, problem), again(layer, problem);

@@ -354,18 +354,22 @@ def test_bad_input() -> None:
 def test_tangents_are_refused() -> None:
     t = tensors(8, 32, 48, torch.float32)
     x, w, four = torch.randn(8, 48), packed(t), torch.randn(1, 2, 20, 64)
-    config = moesaic.ExpertsLayer(torch.randn(2, 32, 48), torch.randn(2, 48, 16))
+    layer = moesaic.ExpertsLayer(torch.randn(2, 32, 48), torch.randn(2, 48, 16))
     ids, weights = torch.zeros(8, 1, dtype=torch.long), torch.ones(8, 1)
     with forward_ad.dual_level():
         dual, heads, slots = (forward_ad.make_dual(tensor, tensor) for tensor in (x, four, weights))
+        a, b = torch.randn(2, 48), forward_ad.make_dual(torch.randn(32, 2), torch.randn(32, 2))
+        adapted = packed(t)
+        adapted.lora = (moesaic.LoraPair(a, b, 1.0),)
         calls: list[tuple[str, Callable[[], object]]] = [
             ("x", lambda: fused.gemm_bias_gelu(dual, w)),
+            ("w.lora", lambda: fused.gemm_bias_gelu(x, adapted)),
             ("x", lambda: fused.layernorm(dual)),
             ("x", lambda: fused.rmsnorm(dual, inplace=True)),
             ("x", lambda: fused.silu_mul(dual)),
             ("v", lambda: fused.attention(four, four, heads)),
-            ("hidden", lambda: moesaic.moe_experts(dual, ids, weights, config)),
-            ("top_k_weights", lambda: moesaic.moe_experts(x, ids, slots, config)),
+            ("hidden", lambda: moesaic.moe_experts(dual, ids, weights, layer)),
+            ("top_k_weights", lambda: moesaic.moe_experts(x, ids, slots, layer)),
         ]
         for name, call in calls:
             with pytest.raises(NotImplementedError, match=f"{name} has a tangent"):

@@ -42,6 +42,7 @@ def attention(
 
     Raises:
         TypeError, ValueError: a wrong type, shape or dtype; the message names the argument.
+        NotImplementedError: a tangent of `torch.autograd.forward_ad`.
     """
     for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
         checked.check(tensor, name)

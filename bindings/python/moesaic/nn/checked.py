@@ -52,6 +52,10 @@ def linear(
         low = F.linear(rows.to(pair.a.dtype), pair.a) * pair.scale
         delta = F.linear(low.to(pair.b.dtype), pair.b).to(x.dtype)
         addend = delta if addend is None else addend + delta
+    if forward_mode.is_on():
+        for tensor, name in ((w.weight, "w.weight"), (w.bias, "w.bias"), (addend, "w.lora")):
+            if tensor is not None:
+                forward_mode.refuse(tensor, name)
     out = fused_linear(fusion, w.packed(), rows, w.weight, w.bias, addend, residual, gamma, beta)
     return out.view(shape)
 
