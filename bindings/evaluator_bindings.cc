@@ -48,6 +48,7 @@ MachineModel MachineOf(const py::dict& figures) {
   machine.claim_ns = Field<double>(figures, "claim_ns");
   machine.claim_few_ns = Field<double>(figures, "claim_few_ns");
   machine.claim_one_ns = Field<double>(figures, "claim_one_ns");
+  machine.fetch_ns = Field<double>(figures, "fetch_ns");
   KernelFigures& kernel = machine.kernel;
   kernel.left_panels = Field<std::int64_t>(figures, "left_panels");
   kernel.right_panels = Field<std::int64_t>(figures, "right_panels");
@@ -64,6 +65,7 @@ MachineModel MachineOf(const py::dict& figures) {
   for (std::size_t form = 0; form < few.size(); ++form) {
     std::copy(few[form].begin(), few[form].end(), kernel.few_tile_ns[form].begin());
   }
+  machine.product_factor = Field<double>(figures, "product_factor");
   kernel.step_alone = Field<double>(figures, "step_alone");
   kernel.cell_ns = Field<double>(figures, "cell_ns");
   kernel.again_ns = Field<double>(figures, "again_ns");
@@ -257,6 +259,7 @@ void RegisterEvaluator(py::module_& module) {
         return moe::LoraInPlace::IsFaster(rows, input_rank, down_rank);
       },
       py::arg("rows"), py::arg("input_rank"), py::arg("down_rank"));
+  module.def("sweeps_in_place", &moe::LoraInPlace::SweepsOf, py::arg("experts"), py::arg("features"), py::arg("ranks"));
   py::class_<Evaluator>(module, "TileEvaluator", "The GEMM model of one machine; cpu_kernels/tile_evaluator/gemm_model.h.")
       .def(py::init<const py::dict&>(), py::arg("figures"))
       .def("choose", &Evaluator::Choose, py::arg("shapes"), py::arg("space"))

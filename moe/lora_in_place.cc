@@ -65,10 +65,7 @@ LoraInPlace::LoraInPlace(const LayerConfig& config, LoraCall lora, std::span<con
     matrix.pieces = lora_.InPlace(m);
     matrix.ranks = lora_.RankOf(m);
     matrix.features = lora_.FeaturesOf(m);
-    matrix.range = RoundUp(CeilDiv(matrix.features, kRanges), kPanelRows);
-    const std::int64_t line_bytes = matrix.ScratchBytes(kLineOfExperts) - matrix.ScratchBytes(0);
-    const std::int64_t most = kLineOfExperts * std::max<std::int64_t>(1, kSweepBytes / std::max<std::int64_t>(1, line_bytes));
-    matrix.experts = RoundUp(CeilDiv(config.num_experts, CeilDiv(config.num_experts, most)), kLineOfExperts);
+    matrix.Divide(config.num_experts);
   }
   inner_pitch_ = RoundUp(config.intermediate_size, kTileColumns);
 }
@@ -130,10 +127,26 @@ std::int64_t LoraInPlace::StageScratchBytes() const {
   return std::max(transposed, low + rows) + 256;
 }
 
+void LoraInPlace::Matrix::Divide(std::int64_t all_experts) {
+  range = RoundUp(CeilDiv(features, kRanges), kPanelRows);
+  const std::int64_t line_bytes = ScratchBytes(kLineOfExperts) - ScratchBytes(0);
+  const std::int64_t most = kLineOfExperts * std::max<std::int64_t>(1, kSweepBytes / std::max<std::int64_t>(1, line_bytes));
+  experts = RoundUp(CeilDiv(all_experts, CeilDiv(all_experts, most)), kLineOfExperts);
+}
+
+std::int64_t LoraInPlace::SweepsOf(std::int64_t experts, std::int64_t features, std::int64_t ranks) {
+  Matrix matrix;
+  matrix.pieces.resize(1);
+  matrix.ranks = ranks;
+  matrix.features = features;
+  matrix.Divide(experts);
+  return matrix.Sweeps(experts);
+}
+
 std::int64_t LoraInPlace::Sweeps(LoraMatrix m) const {
   const Matrix& matrix = matrix_[m];
   if (matrix.pieces.empty()) return 0;
-  return CeilDiv(config_.num_experts, matrix.experts) * matrix.ranges();
+  return matrix.Sweeps(config_.num_experts);
 }
 
 double LoraInPlace::SweepFlops(LoraMatrix m) const {

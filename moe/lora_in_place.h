@@ -32,6 +32,8 @@ class LoraInPlace {
   static bool Serves(const LayerConfig& config, const LoraCall& lora, std::span<const Job> jobs);
   /// Whether this is the faster way for so many rows of each expert, and its rank-wide intermediates are not too large.
   static bool IsFaster(std::span<const std::int64_t> rows, std::int64_t input_rank, std::int64_t down_rank);
+  /// Tasks of a sweep over a matrix B [features][ranks * experts] of one adapter.
+  static std::int64_t SweepsOf(std::int64_t experts, std::int64_t features, std::int64_t ranks);
 
   /// @param jobs   borrowed; one for each expert with rows
   /// @param slots  of all rows, in the order of the routing
@@ -103,6 +105,9 @@ class LoraInPlace {
     std::int64_t range = 16;    ///< features of a sweep
     std::int64_t experts = 16;  ///< of a sweep: what it transposes fits L2
     std::int64_t ranges() const { return CeilDiv(features, range); }
+    /// Chooses the range and the experts of a sweep.
+    void Divide(std::int64_t all_experts);
+    std::int64_t Sweeps(std::int64_t all_experts) const { return CeilDiv(all_experts, experts) * ranges(); }
     std::int64_t ScratchBytes(std::int64_t of_experts) const {
       return AcrossExpertsScratch(of_experts, ranks, static_cast<std::int64_t>(pieces.size())) * 4;
     }

@@ -119,6 +119,7 @@ struct TaskCost {
   double calls_ns = 0;
   double unpack_ns = 0;
   double store_ns = 0;                        ///< what stores of results are waited for
+  double fetched_tiles = 0;                   ///< of activations that threads have packed and this one has not read before
   bool few = false;                           ///< by the forms for few rows
   bool passed_once = false;                   ///< by those, in one pass
   double unfetched = 0;                       ///< share of the weights that nothing prefetches
@@ -234,6 +235,7 @@ class TaskCounter {
     // What is prefetched waits in L2 while the call before computes. Reading it from there is part of the memory's rate.
     if (prefetches && !cost.few) AddAgain(cost, 2 * Product(call_columns, p_.k, p_.weight_bytes), weights, MemoryLevel::kL3);
     Add(cost, task.activations_from, task.new_rows * activations);
+    if (!p_.packed) cost.fetched_tiles = task.new_rows * activations / (2 * kTileElements);
     AddAgain(cost, Product(task.group_rows, p_.k, 2) + weights, (1 - task.new_rows) * activations, MemoryLevel::kL3);
     AddAgain(cost, activations_between, activations * static_cast<double>(column_calls - 1));
 
@@ -512,6 +514,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   const double memory =
       supply(MemoryLevel::kMemory, MemoryGbps(problem, machine, at_memory, cost.few)) + cost.lost_ns * kNsToMs;
   const double storing = cost.store_ns * kNsToMs;
+  const double fetching = cost.fetched_tiles * machine.fetch_ns * (threads - 1) / threads * kNsToMs;
   // Beside the products, all that overlaps with them: L2 and L3. What vectors unpack comes on top, also where a matrix unit
   // leaves them idle: it and its prefetches take the fill buffers that tiles are loaded through. (AMX, 48 to 256 rows, weights
   // in L2, ns a stored tile: 59, 71, 98, 116, 208, which are 24 and 11.5 for each panel.) Where two threads share a core, one
@@ -528,7 +531,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   const std::array<double, 3> powers = {
       beside.Power(busy), unit ? 0.0 : beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])), beside.Power(l3 - waited)};
   const double sum = powers[0] + powers[1] + powers[2];
-  const double computing = beside.Root(sum) + waited;
+  const double computing = (cost.few ? 1.0 : machine.product_factor) * (beside.Root(sum) + waited);
   double memory_share = 0, unpack_share = 0, computing_share = computing;
   if (unpack_first) {
     const Together way(unpack, memory, Overlap(kUnpackOverlap), Overlap(1), cost.unfetched);
@@ -541,9 +544,9 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
     computing_share = whole.first;
   }
   TaskTime time;
-  time.ms = computing_share + memory_share + unpack_share + storing;
+  time.ms = computing_share + memory_share + unpack_share + storing + fetching;
   if (sum <= 0) return time;
-  const double beside_products = computing_share * (1 - waited / computing);
+  const double beside_products = computing_share * (1 - waited / (beside.Root(sum) + waited));
   const auto share = [&](std::size_t i) { return beside_products * powers[i] / sum; };
   // What the cells take: the ceiling's time for the flops that count, what edges add, and the rest, which is L1.
   const double least = flops / (machine.compute_gflops / threads) * kNsToMs;
@@ -559,7 +562,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   PartOf(time.parts, GemmPart::kL1) = scale * (without_edges - arithmetic);
   PartOf(time.parts, GemmPart::kEdge) = scale * (products - without_edges);
   PartOf(time.parts, GemmPart::kL2) = share(1) + scale * tiles;
-  PartOf(time.parts, GemmPart::kL3) = share(2) + computing_share - beside_products;
+  PartOf(time.parts, GemmPart::kL3) = share(2) + computing_share - beside_products + fetching;
   PartOf(time.parts, GemmPart::kMemory) = memory_share;
   PartOf(time.parts, GemmPart::kPacking) = unpack_share + storing;
   return time;

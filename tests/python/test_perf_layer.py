@@ -302,7 +302,7 @@ def test_rates_are_found_again() -> None:
         (ExpertsShape(8, 1024, 384, 4, 16), 512, "zipf"),
     ]:
         rows = RoutingLaw.parse(routing).rows(shape.experts, shape.top_k, tokens)
-        of_case = alone(world, shape)
+        of_case = alone(world, shape, rows)
         phases = {}
         for backward in (False, True):
             for group, work in of_case.work(shape, rows, backward=backward).items():
@@ -313,8 +313,8 @@ def test_rates_are_found_again() -> None:
     for name in ("swiglu_forward", "swiglu_backward", "pack"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.03), name
     shape, rows = ExpertsShape(24, 640, 384, 2, 8), RoutingLaw.parse("zipf").rows(24, 2, 333)
-    again = alone(LayerModel(start.products, found), shape)
-    expected = alone(world, shape)
+    again = alone(LayerModel(start.products, found), shape, rows)
+    expected = alone(world, shape, rows)
     assert again.forward(shape, rows).milliseconds == pytest.approx(
         expected.forward(shape, rows).milliseconds, rel=0.02
     )
@@ -370,7 +370,7 @@ def test_an_amx_host_is_predicted(
     shape = ExpertsShape(*sizes)
     evaluator = GemmEvaluator(MACHINE, 16, cache=False)
     rows = RoutingLaw.parse(routing).rows(shape.experts, shape.top_k, tokens)
-    predict = alone(LayerModel(Products(evaluator), LayerRates.of(MACHINE, 16)), shape)
+    predict = alone(LayerModel(Products(evaluator), LayerRates.of(MACHINE, 16)), shape, rows)
     assert predict.forward(shape, rows).milliseconds == pytest.approx(forward_ms, rel=0.15)
     assert predict.backward(shape, rows).milliseconds == pytest.approx(backward_ms, rel=0.15)
 
@@ -443,6 +443,58 @@ def test_a_call_costs_what_relative_errors_say() -> None:
     assert _weighted_median([(5.0, 1.0), (1.0, 3.0), (9.0, 1.0)]) == 1.0
     assert _weighted_median([(5.0, 1.0), (1.0, 1.0), (9.0, 1.0)]) == 5.0
     assert _weighted_median([(-2.0, 0.1)]) == -2.0
+
+
+def test_new_jobs_begin_before_others_are_helped() -> None:
+    cut = JobCut(intermediate=4, hidden=1, tail_jobs=0, tail_intermediate=4, tail_hidden=1)
+    chains = [[Stage(Cut.INTERMEDIATE, 4.0)], [Stage(Cut.WHOLE, 1.0)], [Stage(Cut.WHOLE, 3.0)]]
+    # The second worker has the other two jobs one after the other, while the first has all parts of its own.
+    assert run_jobs(chains, cut, 2, 3, 0.0).makespan_ms == 4.0
+    # Two under way at most are no bound here; one is.
+    assert run_jobs(chains, cut, 2, 2, 0.0).makespan_ms == 4.0
+    assert run_jobs(chains, cut, 2, 1, 0.0).makespan_ms == 6.0
+
+
+def test_sweeps_over_adapters_in_place() -> None:
+    assert _core.sweeps_in_place(128, 2048, 16) == 16  # ranges of 128 features, all experts
+    assert _core.sweeps_in_place(128, 100, 16) == 7  # of sixteen at least
+    assert _core.sweeps_in_place(128, 2048, 64) == 32  # 64 experts are what L2 takes of these
+    whole, across = ExpertsShape(32, 512, 256, 2, 16), ExpertsShape(40, 512, 256, 2, 16)
+    rows = (2,) * 16 + (0,) * 16  # one vector of two
+    for backward, times in ((False, 1), (True, 2)):
+        suffix = "_backward" if backward else ""
+        of_whole = model().work(whole, rows, backward=backward)[f"gate_up_lora{suffix}"]
+        read = 16 * (16 * 512 + 16 * 2 * 256)
+        assert of_whole["sweep"] == read + (16 * (32 * 512 + 32 * 2 * 256) if backward else 0)
+        assert of_whole["sweep_product"] == times * 32 * 16 * (512 + 2 * 256)
+        assert of_whole["sweep_row"] == times * 32 * (512 + 2 * 256)
+        # 40 experts are no whole vectors, which then lie across two lines: three of gradients, one that is read.
+        of_across = model().work(across, rows + (0,) * 8, backward=backward)[f"gate_up_lora{suffix}"]
+        read = 16 * (16 * 512 + 2 * 16 * 2 * 256)
+        assert of_across["sweep"] == read + (16 * (40 * 512 + 2 * 48 * 2 * 256) if backward else 0)
+
+
+def test_weights_that_fill_the_cache_take_longer() -> None:
+    evaluator = GemmEvaluator(MACHINE, 16, cache=False)
+    most = 0.6 * MACHINE.l3_bytes
+    assert Products(evaluator, resident_bytes=0.5 * most).filled == pytest.approx(0.5)
+    assert Products(evaluator, resident_bytes=3 * most).filled == 1.0
+    shape = ExpertsShape(16, 512, 384, 2)
+    of_half = LayerModel(Products(evaluator, resident_bytes=0.5 * most), LayerRates.derived(MACHINE, 16))
+    first = of_half.work(shape, (8,) * 16, backward=False)["gate_up"]
+    assert first["cache_filled"] == pytest.approx(0.5 * first["cache"]) and first["cache"] > 0
+    # What has just been read is not pushed out: further rows of the same experts.
+    hot = of_half.work(shape, (2000,) * 16, backward=False)["gate_up"]
+    assert hot["cache_filled"] < 0.5 * hot["cache"]
+
+
+def test_adapters_share_the_time_of_products_by_their_flops() -> None:
+    shape = ExpertsShape(16, 512, 384, 2, 16)
+    work = model().work(shape, (300,) * 16, backward=False)
+    for base, lora, k in (("gate_up", "gate_up_lora", 512), ("down", "down_lora", 384)):
+        form = "direct" if base == "gate_up" else "unpack"
+        assert work[lora][form] / work[base][form] == pytest.approx(16 / k)
+    assert set(work) | set(model().work(shape, (300,) * 16, backward=True)) == set(_TIMERS)
 
 
 def test_jobs_that_several_threads_share_are_handed_over() -> None:

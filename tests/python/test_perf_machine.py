@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import types
 
 import pytest
 
 import moesaic
 from moesaic import _core
 from moesaic.perf import GemmEvaluator, GemmShape, Machine, measure
-from moesaic.perf.gemm_evaluator import Configuration
+from moesaic.perf.check import gemm_shapes
+from moesaic.perf.gemm_evaluator import Configuration, GemmEstimate
 
 
 def test_descriptions_that_come_with_the_package():
@@ -183,6 +185,13 @@ def test_threads_hand_tiles_to_each_other():
         assert times[0] - times[1] == pytest.approx(tiles * ns / 16 * 1e-6, rel=0.01)
     packed = dataclasses.replace(shape, packed=True)
     assert milliseconds(machine, packed) == milliseconds(free, packed)
+    # Each of them reads all tiles once, of which the others have packed theirs.
+    shape = GemmShape(m=256, k=2048, n=16 * 128)
+    configuration = Configuration("direct", 256, 128, 256, 128, 2048, "columns")
+    near, far = (dataclasses.replace(free, fetch_ns={1: 0.0, 16: ns}, uneven={1: 1.0}) for ns in (0.0, 80.0))
+    for some, tiles in ((shape, 256 // 16 * 2048 // 32), (dataclasses.replace(shape, packed=True), 0)):
+        times = [GemmEvaluator(m, 16, cache=False).estimate(some, configuration).milliseconds for m in (far, near)]
+        assert times[0] - times[1] == pytest.approx(tiles * 80.0 * 15 / 16 * 1e-6)
     assert milliseconds(machine, shape, 1) == milliseconds(free, shape, 1)
 
 
@@ -284,6 +293,8 @@ def test_measured_figures_make_sense(monkeypatch, threads):
     # Of one thread, and of all at the same time.
     assert set(kernels.per_thread) == set(machine.uneven) == {1, threads}
     assert machine.uneven[1] == 1 <= machine.uneven[threads]
+    assert set(machine.product_factor) == {1, threads} and machine.product_factor[1] == 1
+    assert 0.8 < machine.product_factor[threads] < 1.9
     for handed in (machine.claim_ns, machine.claim_few_ns, machine.claim_one_ns, machine.fetch_ns):
         assert handed[1] == 0 <= handed[threads] < 1e5
     for each in kernels.per_thread.values():
@@ -291,6 +302,44 @@ def test_measured_figures_make_sense(monkeypatch, threads):
     alone, together = kernels.per_thread[1], kernels.per_thread[threads]
     assert alone.no_slower_than(together) == alone
     assert Machine.from_json(machine.to_json()) == machine
+
+
+def test_products_that_describe_a_host_are_not_predicted():
+    held_out = {(shape.groups, shape.m, shape.k, shape.n) for shape in gemm_shapes()}
+    assert len(held_out) == 40 and held_out.isdisjoint(measure._PRODUCTS)
+
+
+def test_the_product_factor_is_found_again():
+    """Times made with a known one."""
+    machine = dataclasses.replace(Machine.named("emr-16c"), product_factor={1: 1.0})
+    measurement = object.__new__(measure.Measurement)  # without a host
+    measurement._host = types.SimpleNamespace(threads=16)
+    world = dataclasses.replace(machine, product_factor={1: 1.0, 16: 1.02**9})
+    measurement._products = []
+    assert measurement._with_product_factor(machine) == machine  # nothing has run yet
+    for groups, m, k, n in measure._PRODUCTS:
+        answer = GemmEvaluator(world, 16, cache=False).evaluate(shape := GemmShape(groups=groups, m=m, k=k, n=n))
+        times = [answer.milliseconds * noise for noise in (0.9, 1.0, 1.5)]
+        measurement._products.append(measure._Product(shape, answer.configuration, None, times))
+    assert measurement._with_product_factor(machine).product_factor == {1: 1.0, 16: pytest.approx(1.02**9)}
+
+
+def test_what_the_product_factor_multiplies():
+    machine = Machine.named("zen5-2c")
+    slower = dataclasses.replace(machine, product_factor={1: 1.0, 2: 1.25})
+
+    def both(shape: GemmShape, threads: int = 2) -> list[GemmEstimate]:
+        configuration = GemmEvaluator(machine, threads, cache=False).evaluate(shape).configuration
+        return [GemmEvaluator(m, threads, cache=False).estimate(shape, configuration) for m in (machine, slower)]
+
+    one, other = both(GemmShape(groups=64, m=256, k=1024, n=1024, form="direct", packed=True))
+    assert other.parts["arithmetic"] == pytest.approx(1.25 * one.parts["arithmetic"], rel=0.01)
+    assert 1.1 < other.milliseconds / one.milliseconds < 1.25
+    assert sum(other.parts.values()) == pytest.approx(other.milliseconds)
+    few, same = both(GemmShape(groups=64, m=4, k=1024, n=1024, form="direct"))
+    assert few == same
+    alone, too = both(GemmShape(m=256, k=1024, n=1024, form="direct"), 1)
+    assert alone == too
 
 
 def test_the_better_of_two_figures():

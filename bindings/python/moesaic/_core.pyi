@@ -413,6 +413,9 @@ def tokens_per_merge(tokens: int, threads: int) -> int:
 def unpack_slice(matrix_unit: bool, tiles: int, panels: int, l2_bytes: int) -> int:
     """Right tiles of a slice of the unpack form's contraction, 0: all; cpu_kernels/tile_evaluator.h."""
 
+def sweeps_in_place(experts: int, features: int, ranks: int) -> int:
+    """Tasks of a sweep over a matrix B, [features, ranks * experts], of one adapter that is used where it lies."""
+
 def adapters_in_place(rows: Sequence[int], input_rank: int, down_rank: int) -> bool:
     """Whether adapters of experts with so many rows are used where they lie; moe/lora_in_place.h. The ranks: of all
     adapters of gate and up, and of down."""

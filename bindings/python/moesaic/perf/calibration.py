@@ -74,10 +74,13 @@ _IN_CACHE = (
 
 
 def calibration_cases(l3_bytes: int) -> tuple[LayerCase, ...]:
-    """The cases above, and layers twice as large as the last-level cache with 4, 32 and 96 rows an expert."""
+    """The cases above; a layer that fills two fifths of the last-level cache, with 4 rows an expert; and layers twice
+    as large as that cache with 4, 32 and 96."""
     experts = max(16, ceil_div(2 * l3_bytes, 6 * 1536 * 640))
+    fill = max(8, ceil_div(2 * l3_bytes, 5 * 6 * 768 * 384))
     return (
         *_IN_CACHE,
+        LayerCase(ExpertsShape(fill, 768, 384, 4, 0), fill),
         *(
             LayerCase(ExpertsShape(experts, 1536, 640, 4, rank), experts * rows // 4)
             for rows, rank in ((4, 0), (4, 16), (32, 16), (96, 0), (96, 16))
@@ -89,16 +92,18 @@ def calibration_cases(l3_bytes: int) -> tuple[LayerCase, ...]:
 _TIMERS: dict[str, tuple[str, ...]] = {
     "routing": ("routing",),
     "pack_input": ("gather", "pack_input"),
-    "gate_up": ("gate_up_gemm", "gate_up_lora"),
+    "gate_up": ("gate_up_gemm",),
+    "gate_up_lora": ("gate_up_lora",),
     "activation": ("activation",),
-    "down": ("down_gemm", "down_lora"),
+    "down": ("down_gemm",),
+    "down_lora": ("down_lora",),
     "merge": ("merge",),
     "scatter_pack": ("D1_scatter", "D2_pack"),
-    "down_backward": ("D3_gemm", "D4_lora_grad"),
+    "down_backward": ("D3_gemm",),
+    "down_lora_backward": ("D4_lora_grad",),
     "activation_backward": ("A1_silu_backward",),
-    "gate_up_backward": (
-        "GU1_base_pass_gate", "GU1_base_pass_up", "GU2_pack_for_lora", "P", "dB", "dA", "dX_lora",
-    ),
+    "gate_up_backward": ("GU1_base_pass_gate", "GU1_base_pass_up"),
+    "gate_up_lora_backward": ("GU2_pack_for_lora", "P", "dB", "dA", "dX_lora"),
     "merge_backward": ("GU4_merge",),
 }  # fmt: skip
 
@@ -285,7 +290,7 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
     times = []
     for one in measured:
         for backward in (False, True):
-            of_case = alone(model, one.case.shape)
+            of_case = alone(model, one.case.shape, one.rows)
             for group, work in of_case.work(one.case.shape, one.rows, backward=backward).items():
                 if one.phases[group] > 0:
                     amounts.append(work)
@@ -305,7 +310,7 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
     )
     over: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
     for one in measured:
-        without = alone(LayerModel(model.products, rates), one.case.shape)
+        without = alone(LayerModel(model.products, rates), one.case.shape, one.rows)
         ways = ((without.forward, one.forward_ms), (without.backward, one.backward_ms))
         for of_way, (predict, ms) in zip(over, ways, strict=True):
             predicted = predict(one.case.shape, one.rows)
@@ -324,9 +329,10 @@ def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
     return next(value for (value, _), sum_ in zip(ordered, below, strict=True) if sum_ >= half)
 
 
-def alone(model: LayerModel, shape: ExpertsShape) -> LayerModel:
-    """The model where nothing but calls of this layer follow each other."""
-    return LayerModel(model.products.with_resident(shape.weight_bytes), model.rates)
+def alone(model: LayerModel, shape: ExpertsShape, rows: Sequence[int]) -> LayerModel:
+    """The model where nothing but calls of this layer with the same rows follow each other."""
+    hit = sum(1 for count in rows if count > 0)
+    return LayerModel(model.products.with_resident(shape.weight_bytes * hit / shape.experts), model.rates)
 
 
 def _non_negative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -259,7 +259,7 @@ def _gemms(
 def _layer(model: LayerModel, measured: MeasuredLayer) -> list[Pair]:
     """Forward and backward of a layer."""
     case = measured.case
-    of_case = alone(model, case.shape)
+    of_case = alone(model, case.shape, measured.rows)
     forward = of_case.forward(case.shape, measured.rows).milliseconds
     backward = of_case.backward(case.shape, measured.rows).milliseconds
     return [
@@ -277,14 +277,14 @@ def _layer(model: LayerModel, measured: MeasuredLayer) -> list[Pair]:
     ]
 
 
-def _engine_calls_ms(step: Callable[[], None]) -> list[float]:
+def _calls_ms(step: Callable[[], None]) -> list[float]:
     """Milliseconds of each call of the engine in a step."""
     import moesaic
 
     with moesaic.profile():
         step()
         calls, _ = _core.calls()
-    return [(call["engine_end_ns"] - call["engine_begin_ns"]) * 1e-6 for call in calls]
+    return [(call["end_ns"] - call["begin_ns"]) * 1e-6 for call in calls]
 
 
 def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) -> list[Pair]:
@@ -320,7 +320,7 @@ def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) 
             backward += of_step.backward(shape, rows).milliseconds
 
         name = f"demo model, {tokens} tokens, {len(calls)} layers"
-        runs = [_engine_calls_ms(step) for _ in range(plan.repetitions)]
+        runs = [_calls_ms(step) for _ in range(plan.repetitions)]
         of_calls = list(zip(*runs, strict=True))
         least = sum(map(min, of_calls))
         spread = sum(map(statistics.median, of_calls)) / least

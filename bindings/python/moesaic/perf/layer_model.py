@@ -138,8 +138,8 @@ class LayerModel:
             for phase, work in (part for _, parts in stages for part in parts):
                 of_all = {unit: shards * times * amount for unit, amount in work.items()}
                 _add(groups.setdefault(phase, {}), of_all)
-        for phase, work in _outside_jobs(shape, rows, shards, backward=backward, in_place=in_place):
-            _add(groups.setdefault(phase, {}), work)
+        for outside in _outside_jobs(shape, rows, self.threads, shards, backward=backward, in_place=in_place):
+            _add(groups.setdefault(outside.phase, {}), outside.work)
         if not backward:
             groups["routing"] = {"slot": sum(rows)}
         return groups
@@ -178,13 +178,10 @@ class LayerModel:
             chains, cut, max(threads // shards, 1), slots, rates.unit_ms("task"), lambda n: at_threads(uneven, n)
         )
         wall, busy = schedule.makespan_ms, shards * schedule.busy_ms
-        tokens = sum(rows) // shape.top_k
-        merges = ceil_div(tokens, _core.tokens_per_merge(tokens, threads))
-        for phase, work in _outside_jobs(shape, rows, shards, backward=backward, in_place=in_place):
-            ms = rates.thread_ms(work)
-            phases[phase] = phases.get(phase, 0.0) + ms
-            tasks = merges if phase.startswith("merge") else threads
-            wall += ms * ceil_div(max(tasks, 1), threads) / max(tasks, 1)
+        for outside in _outside_jobs(shape, rows, threads, shards, backward=backward, in_place=in_place):
+            ms = rates.thread_ms(outside.work)
+            phases[outside.phase] = phases.get(outside.phase, 0.0) + ms
+            wall += self._alone_ms(ms, outside.tasks)
             busy += ms
         serial = rates.thread_ms({"slot": sum(rows)})
         phases["routing"], busy = serial, busy + serial
@@ -192,6 +189,13 @@ class LayerModel:
         flops, dram = self.limits(shape, rows, backward=backward)
         idle = wall * threads - busy
         return LayerPrediction(wall, phases, idle, shards * len(jobs), shards * schedule.tasks, flops, dram)
+
+    def _alone_ms(self, ms: float, tasks: int | None) -> float:
+        """Milliseconds in which all threads do so many equal tasks, before anything else begins."""
+        if tasks is None:
+            return ms / self.threads
+        uneven = at_threads(self.products.evaluator.machine.uneven, min(tasks, self.threads))
+        return ms / tasks * (ceil_div(tasks, self.threads) - 1.0 + uneven)
 
     def _chain(
         self, shape: ExpertsShape, job: Job, sharers: float, *, backward: bool, chunks: bool
@@ -237,18 +241,18 @@ class _JobStages:
         """PackInput; GateUp, with the activation; DownLora; Down."""
         h, i, rank = self._shape.hidden, self._shape.intermediate, self._shape.rank
         self._begin(Cut.WHOLE)
-        self._add("pack_input", {"pack": self._lanes * h, "claimed": self._claimed(h)})
+        self._add("pack_input", {"pack": self._lanes * h, "pack_job": 1.0, "claimed": self._claimed(h)})
         if rank:
-            self._add("gate_up", {**self._low(h), "rank": self._job.rows * rank})
+            self._add("gate_up_lora", {**self._low(h), "rank": self._job.rows * rank})
         self._begin(Cut.INTERMEDIATE)
-        self._add("gate_up", self._product("direct", h, 2 * i))
+        self._add_product("gate_up", "gate_up_lora", "direct", h, 2 * i)
         activation = {"swiglu_forward": self._lanes * i, "forward_block": ceil_div(i, 32), "claimed": self._claimed(i)}
         self._add("activation", activation)
         self._begin(Cut.WHOLE)
         if rank:
-            self._add("down", {**self._low(i), "rank": self._job.rows * rank})
+            self._add("down_lora", {**self._low(i), "rank": self._job.rows * rank})
         self._begin(Cut.HIDDEN)
-        self._add("down", self._product("unpack", i, h))
+        self._add_product("down", "down_lora", "unpack", i, h)
         return self._found
 
     def backward(self, *, chunks: bool) -> list[tuple[Cut, list[tuple[str, Work]]]]:
@@ -257,34 +261,34 @@ class _JobStages:
         h, i, rank, rows = self._shape.hidden, self._shape.intermediate, self._shape.rank, self._job.rows
         whole, padded = round_up(rows, 32), self._shape.padded_rank
         self._begin(Cut.WHOLE)
-        self._add("scatter_pack", {"pack": self._lanes * h, "claimed": self._claimed(h)})
+        self._add("scatter_pack", {"pack": self._lanes * h, "pack_job": 1.0, "claimed": self._claimed(h)})
         if rank:
-            self._add("down_backward", {**self._low(h), "rank": 3 * rows * rank})
+            self._add("down_lora_backward", {**self._low(h), "rank": 3 * rows * rank})
         self._begin(Cut.INTERMEDIATE)
-        self._add("down_backward", self._product("direct", h, i))
+        self._add_product("down_backward", "down_lora_backward", "direct", h, i)
         activation = {"swiglu_backward": self._lanes * i, "backward_block": ceil_div(i, 32)}
         self._add("activation_backward", {**activation, "claimed": self._claimed(2 * i)})
         if rank:
             self._add("activation_backward", {"transpose": 3 * whole * i})
             # dA of down takes both parts of Q, dB of gate and up one of U each.
-            self._add("down_backward", self._low(i, self._parts))
-            self._add("gate_up_backward", self._low(2 * i))
+            self._add("down_lora_backward", self._low(i, self._parts))
+            self._add("gate_up_lora_backward", self._low(2 * i))
         if rank and chunks:
             self._begin(Cut.INTERMEDIATE)
             more = 0 if self._job.first else i * padded
-            self._add("down_backward", {"partial": more})
-            self._add("gate_up_backward", {"partial": 2 * more})
+            self._add("down_lora_backward", {"partial": more})
+            self._add("gate_up_lora_backward", {"partial": 2 * more})
         self._begin(Cut.WHOLE)
         if rank:
-            self._add("gate_up_backward", {**self._low(2 * i), "rank": 2 * rows * rank})
+            self._add("gate_up_lora_backward", {**self._low(2 * i), "rank": 2 * rows * rank})
             # dA of gate and up takes rows of X gathered anew, and both parts of P without padding to a whole tile; dB
             # of down the tiles of dO, transposed.
             narrow = round_up(rank, 16) / padded
             self._begin(Cut.HIDDEN)
-            self._add("gate_up_backward", {"pack": self._lanes * h, **self._low(h, 2 * narrow)})
-            self._add("down_backward", {"transpose": whole * h, **self._low(h)})
+            self._add("gate_up_lora_backward", {"pack": self._lanes * h, **self._low(h, 2 * narrow)})
+            self._add("down_lora_backward", {"transpose": whole * h, **self._low(h)})
         self._begin(Cut.HIDDEN)
-        self._add("gate_up_backward", self._product("unpack", 2 * i, h))
+        self._add_product("gate_up_backward", "gate_up_lora_backward", "unpack", 2 * i, h)
         return self._found
 
     def _begin(self, cut: Cut) -> None:
@@ -293,12 +297,22 @@ class _JobStages:
     def _add(self, phase: str, work: Work) -> None:
         self._found[-1][1].append((phase, work))
 
+    def _add_product(self, phase: str, phase_of_lora: str, form: str, k: int, n: int) -> None:
+        """A base product, with the adapter as a further part of its contraction, whose time the engine's timers divide
+        by the flops of the two."""
+        work, of_lora = self._product(form, k, n), self._shape.rank / (k + self._shape.rank)
+        self._add(phase, {unit: (1.0 - of_lora) * amount for unit, amount in work.items()})
+        if of_lora > 0.0:
+            self._add(phase_of_lora, {unit: of_lora * amount for unit, amount in work.items()})
+
     def _product(self, form: str, k: int, n: int) -> Work:
-        """A base product, with the adapter as a further part of its contraction."""
         k += self._parts * self._shape.padded_rank
         ms = self._products.thread_ms(form, self._job.rows, k, n, again=not self._job.first)
         tiles = ceil_div(self._job.rows, 16) * ceil_div(k, 32)
-        return {form: ms.compute, f"{form}_stream": ms.stream, "cache": ms.cache, "handed": self._others * tiles}
+        work = {form: ms.compute, f"{form}_stream": ms.stream, "cache": ms.cache, "handed": self._others * tiles}
+        if self._job.first:
+            work["cache_filled"] = ms.cache * self._products.filled
+        return work
 
     def _claimed(self, size: int) -> float:
         """Tiles of activations that others have read since they were last written: where threads share the job."""
@@ -346,52 +360,67 @@ def adapters_in_place(shape: ExpertsShape, rows: Sequence[int], shards: int) -> 
     return _core.adapters_in_place(rows, shape.rank, shape.rank)
 
 
-def _in_place(shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> list[tuple[str, Work]]:
-    """Elements of adapters that are read where they lie, and of their products: B for sixteen experts at a time, if one
-    of them has rows."""
-    h, i, rank, count = shape.hidden, shape.intermediate, shape.rank, sum(rows)
+@dataclass(frozen=True)
+class _Outside:
+    """Work of tasks that belong to no job; None: of so many small ones that all threads have equally much."""
+
+    phase: str
+    work: Work
+    tasks: int | None = None
+
+
+def _in_place(shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> list[_Outside]:
+    """Elements of adapters that are read where they lie, and of their products: B in vectors of sixteen experts, if one
+    of them has rows. Where a rank's experts are no whole vectors, these lie across two cache lines."""
+    h, i, rank, count, lanes = shape.hidden, shape.intermediate, shape.rank, sum(rows), 16
     hit = sum(1 for r in rows if r > 0)
-    swept = sum(
-        min(16, shape.experts - first) for first in range(0, shape.experts, 16) if any(rows[first : first + 16])
-    )
-    found: list[tuple[str, Work]] = []
-    for phase, a, b in (("gate_up", h, 2 * i), ("down", i, h)):
-        elements = rank * (hit * a + swept * b)
-        products = count * rank * (a + b)
-        if backward:
-            elements += rank * shape.experts * (a + b)  # gradients are written for all experts
-            products = count * 2 * (rank * a + -(-rank // 16) * 16 * b)  # and are products too; B's by sixteen ranks
-        work: Work = {"sweep": elements, "sweep_product": products}
-        found.append((f"{phase}_backward" if backward else phase, work))
+    firsts = range(0, shape.experts, lanes)
+    vector = lanes if shape.experts % lanes == 0 else 2 * lanes
+    swept = vector * sum(1 for first in firsts if any(rows[first : first + lanes]))
+    found = []
+    for phase, a, matrices, b in (("gate_up", h, 2, i), ("down", i, 1, h)):
+        # Of A each expert is a task, but what is along I is done by its job; of B sweeps of so many features.
+        a_tasks = None if phase == "down" else shape.experts if backward else hit
+        b_tasks = matrices * _core.sweeps_in_place(shape.experts, b, rank)
+        for elements, written, products, dims, tasks in (
+            (hit * a, shape.experts * a, rank * a, a, a_tasks),
+            (matrices * swept * b, matrices * vector * len(firsts) * b, matrices * round_up(rank, lanes) * b,
+             matrices * b, b_tasks),
+        ):  # fmt: skip
+            work: Work = {
+                "sweep": rank * elements,
+                "sweep_product": count * rank * dims,
+                "sweep_row": count * dims,
+            }
+            if backward:
+                work["sweep"] += rank * written  # gradients, of all experts
+                work["sweep_product"] = 2 * count * products  # for they are products too; B's by sixteen ranks
+                work["sweep_row"] *= 2
+            found.append(_Outside(f"{phase}_lora_backward" if backward else f"{phase}_lora", work, tasks))
     return found
 
 
 def _outside_jobs(
-    shape: ExpertsShape, rows: Sequence[int], shards: int, *, backward: bool, in_place: bool
-) -> list[tuple[str, Work]]:
-    """Work of the tasks that belong to no job: adapters, and the merge."""
+    shape: ExpertsShape, rows: Sequence[int], threads: int, shards: int, *, backward: bool, in_place: bool
+) -> list[_Outside]:
+    """Adapters, and the merge."""
     hit = sum(1 for r in rows if r > 0)
-    inputs = shape.rank * (shape.hidden + 2 * shape.intermediate)
-    down = shape.rank * (shape.hidden + shape.intermediate)
-    if not backward:
-        work: list[tuple[str, Work]] = [
-            ("gate_up", {"lora_pack": hit * inputs}),
-            ("down", {"lora_pack": hit * down}),
-        ]
-        merge = "merge"
-    else:
-        work = [
-            ("gate_up_backward", {"lora_pack": hit * inputs, "lora_write": shape.experts * inputs}),
-            ("down_backward", {"lora_pack": hit * down, "lora_write": shape.experts * down}),
-        ]
-        merge = "merge_backward"
-    if shape.rank == 0:
-        work = []
+    suffix = "_backward" if backward else ""
+    found = []
     if in_place:
-        work = _in_place(shape, rows, backward=backward)
+        found = _in_place(shape, rows, backward=backward)
+    elif shape.rank:
+        h, i = shape.hidden, shape.intermediate
+        for phase, size in (("gate_up", h + 2 * i), ("down", i + h)):
+            phase += f"_lora{suffix}"
+            found.append(_Outside(phase, {"lora_pack": hit * round_up(shape.rank, 16) * size}))  # whole panels
+            if backward:
+                found.append(_Outside(phase, {"lora_write": shape.experts * shape.rank * size}))
+    tokens = sum(rows) // shape.top_k
     merged = (2 if in_place else shards) * sum(rows) * shape.hidden
-    tokens = sum(rows) / shape.top_k
-    return [*work, (merge, {"merge": merged, "merge_token": tokens * shape.hidden})]
+    merge: Work = {"merge": merged, "merge_token": sum(rows) / shape.top_k * shape.hidden}
+    tasks = max(ceil_div(tokens, _core.tokens_per_merge(tokens, threads)), 1)
+    return [*found, _Outside(f"merge{suffix}", merge, tasks)]
 
 
 def job_slots(

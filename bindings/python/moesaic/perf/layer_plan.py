@@ -146,8 +146,8 @@ def run_jobs(
 ) -> Schedule:
     """Runs the stages of all jobs on a pool of threads.
 
-    A worker that ends a task goes on with its own job where that has a task that is ready; else it helps the oldest job
-    that has one, else it begins the next job, of which at most `slots` are under way. The parts of a stage take equally
+    A worker that ends a task goes on with its own job where that has a task that is ready; else it begins the next job,
+    of which at most `slots` are under way, else it helps the oldest job that has one. The parts of a stage take equally
     long but for one, for which the stage waits.
 
     Args:
@@ -191,15 +191,13 @@ def _makespan(chains: Sequence[Sequence[_Link]], threads: int, slots: int) -> fl
         nonlocal next_job, under_way
         if waiting.get(own, 0) > 0:
             return own
-        if waiting:
-            return min(waiting)
         if next_job < len(chains) and under_way < slots:
             job = next_job
             next_job, under_way = next_job + 1, under_way + 1
             stage_of[job] = 0
             left[job] = waiting[job] = chains[job][0].parts
             return job
-        return -1
+        return min(waiting, default=-1)
 
     last_job = [-1] * threads
     while True:

@@ -17,7 +17,7 @@ from typing import Any
 
 from moesaic import _core
 
-SCHEMA = 8
+SCHEMA = 9
 ByThreads = Mapping[int, float]
 """A figure for some numbers of threads, all threads together; between them it is interpolated."""
 
@@ -167,6 +167,8 @@ class Machine:
     """To pack one that another thread has packed and none has read."""
     fetch_ns: ByThreads
     """To read a tile that another thread has packed, more than one of a thread's own."""
+    product_factor: ByThreads
+    """What computing takes in a product of more than a few rows, over what its steps, L2 and L3 take by themselves."""
     kernels: Mapping[str, Kernels]
 
     @property
@@ -328,6 +330,8 @@ class Machine:
             "claim_ns": at_threads(self.claim_ns, threads),
             "claim_few_ns": at_threads(self.claim_few_ns, threads),
             "claim_one_ns": at_threads(self.claim_one_ns, threads),
+            "fetch_ns": at_threads(self.fetch_ns, threads),
+            "product_factor": at_threads(self.product_factor, threads),
             "left_panels": kernels.left_panels,
             "right_panels": kernels.right_panels,
             "most_few_rows": kernels.most_few_rows,

@@ -18,7 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moesaic import _core
+from moesaic.perf.gemm_evaluator import Configuration, GemmEvaluator
 from moesaic.perf.machine import Kernels, Machine, PerThread, at_threads
+from moesaic.perf.shapes import GemmShape
+from moesaic.perf.timing import UNTIMED, ShapeTimer, far_bytes, far_weights
 
 ROUNDS = 12
 """In which everything takes its turn."""
@@ -38,6 +41,23 @@ _MOST_STEPS_FASTER = 15
 _FEWEST_OF_CELLS = 64
 """Rows that the direct form leaves to cells wherever there are forms for few, at least (`AreStoredRows` in
 cpu_kernels/gemm/tiles.h)."""
+
+_PRODUCTS = (
+    # groups, rows, contraction, columns: none is one that the model is held against
+    (1, 80, 3072, 896),
+    (1, 48, 2048, 2048),
+    (1, 144, 1536, 1024),
+    (1, 320, 1536, 768),
+    (1, 224, 1152, 896),
+    (1, 512, 1024, 1280),
+    (8, 96, 768, 1536),
+    (1, 1536, 512, 1024),
+)
+"""Products of both forms that say what a whole one takes (`product_factor`)."""
+_FACTOR_STEPS = range(-10, 31)
+"""Of 2%, in which `product_factor` is searched."""
+_PRODUCT_RUNS = 3
+"""Of each in a turn, after some until its operands are where they stay."""
 
 _Streams = dict[tuple[str, str, int], tuple[float, float]]
 """GB/s of weights by tier, form and rows: in the best milliseconds, and on average."""
@@ -147,6 +167,31 @@ class _Host:
         return max(min(4 * self.l2, self.shared_l3 // (2 * threads)), self.l2 + self.l2 // 4)
 
 
+@dataclasses.dataclass
+class _Product:
+    """One of `_PRODUCTS` in the evaluator's configuration, on all threads, with weights from memory."""
+
+    shape: GemmShape
+    configuration: Configuration
+    timer: ShapeTimer
+    milliseconds: list[float] = dataclasses.field(default_factory=list)
+
+    def turn(self) -> None:
+        self.timer.measure([self.configuration], UNTIMED)
+        self.milliseconds += self.timer.measure([self.configuration], _PRODUCT_RUNS)[0]
+
+
+def _products(machine: Machine) -> list[_Product]:
+    evaluator, far = GemmEvaluator(machine, cache=False), far_weights()
+    found = []
+    for groups, m, k, n in _PRODUCTS:
+        for form, output in (("direct", "fp32"), ("unpack", "bf16")):
+            shape = GemmShape(groups=groups, m=m, k=k, n=n, form=form, output=output)
+            configuration = evaluator.evaluate(shape).configuration
+            found.append(_Product(shape, configuration, ShapeTimer(evaluator.isa, shape, far)))
+    return found
+
+
 class Measurement:
     """Describes this host by what rounds of probes found so far, those of all numbers of threads one after the other:
     whatever others do to the host for longer than a round meets all figures.
@@ -167,6 +212,7 @@ class Measurement:
             self._probes[n] = _core.MachineProbe(n, host.far)
         # Rows with which the kernels are tried on weights from memory; between one and all threads only those that
         # the memory bounds.
+        self._products: list[_Product] = []
         self._rows: dict[str, _StreamRows] = {}
         self._fewest: dict[str, _StreamRows] = {}
         self.forget()
@@ -175,6 +221,8 @@ class Measurement:
         """Begins anew, as if no round had been."""
         host = self._host
         host.begin()
+        for product in self._products:
+            product.milliseconds.clear()
         self._found = {n: _Rates(n) for n in self._probes}
         everyone = host.threads
         self._together = {tier: self._probes[everyone].kernels(tier) for tier in host.tiers} if everyone > 1 else {}
@@ -193,6 +241,10 @@ class Measurement:
                 host.turn(probe, self._found[n], self._rows if n in (1, host.threads) else self._fewest)
             for kernels in self._together.values():
                 kernels.turn()
+            if not self._products and len(self._found[host.threads].uneven) > 1:
+                self._products = _products(self.machine())
+            for product in self._products:
+                product.turn()
 
     def _first_rows(self) -> dict[str, _StreamRows]:
         """By tier with how many rows the kernels are tried on weights from memory, from a few rounds of one thread."""
@@ -269,13 +321,29 @@ class Measurement:
             job_us=by_threads(lambda rates: rates.time([job for job, _ in rates.dispatch_us])),
             task_us=by_threads(lambda rates: rates.time([task for _, task in rates.dispatch_us])),
             uneven=by_threads(lambda rates: statistics.median(rates.uneven)),
+            product_factor={1: 1.0},
             **dict(zip(("claim_ns", "claim_few_ns", "claim_one_ns", "fetch_ns"), handed, strict=True)),
             kernels=kernels,
         )
         streams = {n: {key: _of_turns(rates) for key, rates in some.streams.items()} for n, some in found.items()}
         for tier in host.tiers:
             machine = _with_supply(machine, tier, streams)
-        return machine
+        return self._with_product_factor(machine)
+
+    def _with_product_factor(self, machine: Machine) -> Machine:
+        """The machine with the factor with which the model says best what the products took."""
+        measured = [(one, statistics.median(one.milliseconds)) for one in self._products if one.milliseconds]
+        everyone = self._host.threads
+        if not measured or everyone == 1:
+            return machine
+
+        def fitted(factor: float) -> tuple[Machine, float]:
+            some = dataclasses.replace(machine, product_factor={1: 1.0, everyone: factor})
+            estimate = GemmEvaluator(some, cache=False).estimate
+            errors = (estimate(one.shape, one.configuration).milliseconds / ms for one, ms in measured)
+            return some, sum(abs(math.log(error)) for error in errors)
+
+        return min(map(fitted, (1.02**step for step in _FACTOR_STEPS)), key=operator.itemgetter(1))[0]
 
 
 def _of_turns(rates: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -437,8 +505,3 @@ def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, rows: int
     _, ms, parts, _, _ = _core.TileEvaluator(machine.figures(threads, tier)).estimate(problem, configuration)
     others = sum(time for name, time in zip(_core.gemm_parts, parts, strict=True) if name in ("scheduling", "dispatch"))
     return threads * 2.0 * k * n / (ms - others) * 1e-6
-
-
-def far_bytes(l3: int) -> int:
-    """More than the last-level caches hold, also where a guest gets more of them than it seems."""
-    return min(max(1 << 28, l3 + l3 // 2), 1 << 30)

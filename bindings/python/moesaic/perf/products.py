@@ -137,7 +137,10 @@ class Products:
         self.figures = evaluator.machine.figures(self.threads)
         self.peak_gflops: float = self.figures["compute_gflops"]
         self._resident_bytes = resident_bytes
-        self._from_cache = resident_share(resident_bytes / (_USABLE * self.figures["l3_bytes"]))
+        times = resident_bytes / (_USABLE * self.figures["l3_bytes"])
+        self._from_cache = resident_share(times)
+        self.filled = min(times, 1.0)
+        """Of the last-level cache that the weights may use, what they fill."""
         self._known: dict[tuple[str, int, int, int, bool], ProductMs] = {}
 
     def asking(self, evaluator: Evaluates) -> Products:

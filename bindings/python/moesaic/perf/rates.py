@@ -17,7 +17,7 @@ from moesaic.perf.machine import Machine, at_threads, host_key
 __all__ = ["LayerRates", "rates_path"]
 
 SCHEMA = 1
-_MULTIPLES = ("direct", "unpack", "direct_stream", "unpack_stream", "cache", "low")
+_MULTIPLES = ("direct", "unpack", "direct_stream", "unpack_stream", "cache", "cache_filled", "low")
 _MICROSECONDS = ("task", "call", "call_backward")
 
 
@@ -34,10 +34,12 @@ class LayerRates:
     Attributes:
         direct, unpack: products with base weights, as multiples of what the tile evaluator says, but for
         direct_stream, unpack_stream: what it says that reading from memory takes of them, and
-        cache: from the last-level cache.
+        cache: from the last-level cache, and
+        cache_filled: so many times as much more, where the weights fill all that they may use of that cache.
         low: products with adapters and of their gradients, as multiples of the time at the compute ceiling, and
         low_block: ns for 32 of H or I of a job besides.
-        pack: ns for an element of a row that is gathered, rounded and laid out as tiles.
+        pack: ns for an element of a row that is gathered, rounded and laid out as tiles, and
+        pack_job: for a job besides.
         swiglu_forward, swiglu_backward: ns for an element of Z, and
         forward_block, backward_block: for 32 rows of I of a job besides.
         transpose: ns for an element of dG, dU or Z that is also laid out for the gradients of adapters.
@@ -46,8 +48,9 @@ class LayerRates:
         rank: ns for an element of a rank-wide intermediate, which is scaled, split in two and packed.
         lora_pack: ns for an element of an adapter that is packed.
         lora_write: ns for an element of a gradient that is written.
-        sweep: ns for an element of an adapter that is read where it lies, or of its gradient that is written there.
-        sweep_product: ns for each product with it.
+        sweep: ns for an element of an adapter that is read where it lies, or of its gradient that is written there,
+        sweep_product: for each product with it, and
+        sweep_row: for an element of H or I of a row that these are added to or multiplied with.
         partial: ns for an element of a sum of a further chunk that is added to its expert's.
         handed: ns for a tile of activations that a thread reads of a job which another one packed, and
         claimed: ns for one that is written where those that share a job have read the tile that lay there.
@@ -62,9 +65,11 @@ class LayerRates:
     direct_stream: float
     unpack_stream: float
     cache: float
+    cache_filled: float
     low: float
     low_block: float
     pack: float
+    pack_job: float
     swiglu_forward: float
     swiglu_backward: float
     forward_block: float
@@ -77,6 +82,7 @@ class LayerRates:
     lora_write: float
     sweep: float
     sweep_product: float
+    sweep_row: float
     partial: float
     handed: float
     claimed: float
@@ -103,9 +109,11 @@ class LayerRates:
             direct_stream=1.15,
             unpack_stream=1.5,
             cache=1.0,
+            cache_filled=0.2,
             low=4.0,
             low_block=100.0,
             pack=max(1.5 * pack, 2 * memory),
+            pack_job=2000.0,
             swiglu_forward=4.0 * pack,
             swiglu_backward=8.0 * pack,
             forward_block=100.0,
@@ -118,6 +126,7 @@ class LayerRates:
             lora_write=max(2.0 * pack, 4 * memory),
             sweep=max(pack, 6 * memory),
             sweep_product=0.3 * pack,
+            sweep_row=2.0 * pack,
             partial=2.0 * pack,
             # No less than a nanosecond, for a fit multiplies these. A job's tiles are claimed by one thread at a time,
             # and not by all at once as in the description: in some quarter of the time (16 AMX threads).

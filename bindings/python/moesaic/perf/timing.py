@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from moesaic import _core
 from moesaic.perf.gemm_evaluator import Configuration, GemmEstimate, problem_of
 from moesaic.perf.machine import Machine
-from moesaic.perf.measure import far_bytes
 from moesaic.perf.shapes import GemmShape
 
 FINALISTS = 8
@@ -29,7 +28,7 @@ _LEAST_SECONDS = 0.3
 """Of runs that stand for a shape: others disturb a host for some milliseconds that no sentinel notices."""
 TURNS = 6
 """In which those are made of all shapes: others disturb it for seconds, too."""
-_UNTIMED = 4
+UNTIMED = 4
 """Runs until operands are where they stay: the second after other shapes takes 8% longer, the fifth 2%."""
 _MOST_ROUNDS = 200
 """Until half of them are left behind."""
@@ -47,6 +46,11 @@ def require_this_host(machine: Machine, isa: str, threads: int) -> None:
         raise ValueError(f"threads is {threads}, expected the engine's {_core.get_num_threads()} to measure with")
     if isa not in [name for name, runs in _core.kernel_tiers() if runs]:
         raise ValueError(f"isa is {isa!r}, expected a tier that runs here")
+
+
+def far_bytes(l3: int) -> int:
+    """More than the last-level caches hold, also where a guest gets more of them than it seems."""
+    return min(max(1 << 28, l3 + l3 // 2), 1 << 30)
 
 
 def far_weights() -> _core.FarWeights:
@@ -104,7 +108,7 @@ def time_in_turns(
         before_turn()
         progress(f"turn {turn} of {TURNS}: {len(cases)} products")
         for timer, row, (_, configuration) in zip(timers, times, cases, strict=True):
-            timer.measure([configuration], _UNTIMED)
+            timer.measure([configuration], UNTIMED)
             begin = time.perf_counter()
             before = quiet()
             while (now := time.perf_counter() - begin) < seconds / TURNS and (
