@@ -422,7 +422,7 @@ def test_cases_take_turns_and_share_weights(monkeypatch: pytest.MonkeyPatch) -> 
         return time, 2 * time
 
     monkeypatch.setattr(LayerRun, "call", call)
-    monkeypatch.setattr(LayerRun, "profiled", lambda run: (42.0, dict.fromkeys(_TIMERS, 1.0)))
+    monkeypatch.setattr(LayerRun, "profiled", lambda run: (42.0, dict.fromkeys(_TIMERS, 1.0), [0.5, 0.25]))
     disturbed = itertools.cycle([True, True, True, False])
     found = measure_layers(cases, 4, min, lambda: next(disturbed), seconds=60)
     runs = [case for case, _ in order]
@@ -436,6 +436,7 @@ def test_cases_take_turns_and_share_weights(monkeypatch: pytest.MonkeyPatch) -> 
     # Phases without what the timers add, twice the time of these.
     assert [set(one.phases.values()) for one in found[1:]] == [{0.5}, {0.5}]
     assert [sum(one.rows) for one in found] == [12, 18, 12]
+    assert {one.python_ms for one in found} == {(0.5, 0.25)}
 
 
 def test_a_call_costs_what_relative_errors_say() -> None:

@@ -117,6 +117,7 @@ class MeasuredLayer:
         forward_ms, backward_ms: of a call.
         spread: the median of forward and backward over their least: 1 on a host that nobody else uses.
         phases: thread milliseconds of the groups of phases.
+        python_ms: of a forward and of a backward, what passes before the engine begins and after it ends.
         undisturbed: whether some of the timed repetitions were; else these are times of a host that others use.
     """
 
@@ -127,6 +128,7 @@ class MeasuredLayer:
     spread: float
     phases: Mapping[str, float]
     undisturbed: bool = True
+    python_ms: tuple[float, float] = (0.0, 0.0)
 
 
 class LayerRun:
@@ -171,14 +173,21 @@ class LayerRun:
         self._layer.backward(saved, self._d_out)
         return (middle - start) * 1e-6, (_core.clock_ns() - middle) * 1e-6
 
-    def profiled(self) -> tuple[float, dict[str, float]]:
-        """Milliseconds of forward and backward, and thread milliseconds of each group of phases."""
+    def profiled(self) -> tuple[float, dict[str, float], list[float]]:
+        """Milliseconds of forward and backward, thread milliseconds of each group of phases, and milliseconds of
+        forward and backward outside of the engine."""
         with moesaic.profile() as profile:
             whole = sum(self.call())
+            calls, _ = _core.calls()
+        python = [
+            (call["end_ns"] - call["engine_end_ns"] + call["engine_begin_ns"] - call["begin_ns"]) * 1e-6
+            for call in calls[-2:]
+        ]
         by_name: dict[str, float] = {}
         for row in profile.phases():
             by_name[row["name"]] = by_name.get(row["name"], 0.0) + row["thread_ms"]
-        return whole, {group: sum(by_name.get(name, 0.0) for name in names) for group, names in _TIMERS.items()}
+        groups = {group: sum(by_name.get(name, 0.0) for name in names) for group, names in _TIMERS.items()}
+        return whole, groups, python
 
 
 def measure_layers(
@@ -226,19 +235,21 @@ def _measured(
     run: LayerRun,
     statistic: Statistic,
     timed: _Repeated[tuple[float, float]],
-    profiled: _Repeated[tuple[float, dict[str, float]]],
+    profiled: _Repeated[tuple[float, dict[str, float], list[float]]],
 ) -> MeasuredLayer:
     times, phases = timed.results(statistic), profiled.results(statistic)
     whole = [f + b for f, b in times]
-    timers = statistic([ms for ms, _ in phases]) / statistic(whole)  # what they take themselves
+    timers = statistic([ms for ms, _, _ in phases]) / statistic(whole)  # what they take themselves
+    forward_python, backward_python = zip(*(python for _, _, python in phases), strict=True)
     return MeasuredLayer(
         run.case,
         run.rows,
         statistic([f for f, _ in times]),
         statistic([b for _, b in times]),
         statistics.median(whole) / min(whole),
-        {group: statistic([phase[group] for _, phase in phases]) / timers for group in _TIMERS},
+        {group: statistic([phase[group] for _, phase, _ in phases]) / timers for group in _TIMERS},
         bool(timed.undisturbed),
+        (statistic(forward_python), statistic(backward_python)),
     )
 
 
@@ -285,7 +296,8 @@ def sentinel(machine: Machine) -> Callable[[], bool]:
 def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
     """The rates, none negative, with the least relative errors of all groups of phases; then those of calls, with
     the errors of whole ones."""
-    units = [name for name in LayerRates.names() if name not in ("task", "call", "call_backward")]
+    of_calls = ("call", "call_backward", "python", "python_backward")
+    units = [name for name in LayerRates.names() if name not in ("task", *of_calls)]
     amounts: list[Work] = []
     times = []
     for one in measured:
@@ -317,8 +329,9 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
             # What no thread is busy with, of both: apart from what their phases differ by.
             busy = sum(one.phases[group] for group in predicted.phases)
             of_way.append((ms - (busy + predicted.idle_ms) / model.threads, 1 / ms))
-    call, call_backward = (max(_weighted_median(of_way), 0.0) * 1e3 for of_way in over)
-    return replace(rates, call=call, call_backward=call_backward)
+    python = [[(one.python_ms[way], 1 / (one.forward_ms, one.backward_ms)[way]) for one in measured] for way in (0, 1)]
+    found_us = (max(_weighted_median(of_way), 0.0) * 1e3 for of_way in (*over, *python))
+    return replace(rates, **dict(zip(of_calls, found_us, strict=True)))
 
 
 def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:

@@ -278,13 +278,13 @@ def _layer(model: LayerModel, measured: MeasuredLayer) -> list[Pair]:
 
 
 def _calls_ms(step: Callable[[], None]) -> list[float]:
-    """Milliseconds of each call of the engine in a step."""
+    """Milliseconds of the engine in each of its calls in a step."""
     import moesaic
 
     with moesaic.profile():
         step()
         calls, _ = _core.calls()
-    return [(call["end_ns"] - call["begin_ns"]) * 1e-6 for call in calls]
+    return [(call["engine_end_ns"] - call["engine_begin_ns"]) * 1e-6 for call in calls]
 
 
 def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) -> list[Pair]:
@@ -316,9 +316,8 @@ def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) 
             shape = ExpertsShape(layer.num_experts, layer.hidden_size, layer.intermediate_size, call.ids.shape[1], rank)
             rows = torch.bincount(call.ids.flatten(), minlength=shape.experts).tolist()
             of_step = LayerModel(model.products.with_resident(shape.weight_bytes * len(calls)), model.rates)
-            forward += of_step.forward(shape, rows).milliseconds
-            backward += of_step.backward(shape, rows).milliseconds
-
+            forward += of_step.forward(shape, rows).milliseconds - of_step.rates.unit_ms("python")
+            backward += of_step.backward(shape, rows).milliseconds - of_step.rates.unit_ms("python_backward")
         name = f"demo model, {tokens} tokens, {len(calls)} layers"
         runs = [_calls_ms(step) for _ in range(plan.repetitions)]
         of_calls = list(zip(*runs, strict=True))

@@ -18,7 +18,7 @@ __all__ = ["LayerRates", "rates_path"]
 
 SCHEMA = 1
 _MULTIPLES = ("direct", "unpack", "direct_stream", "unpack_stream", "cache", "cache_filled", "low")
-_MICROSECONDS = ("task", "call", "call_backward")
+_MICROSECONDS = ("task", "call", "call_backward", "python", "python_backward")
 
 
 def rates_path(machine: Machine, threads: int) -> Path:
@@ -58,6 +58,7 @@ class LayerRates:
         task: us for a task besides its work.
         call, call_backward: us for a forward and for a backward besides its phases: Python, validation, the graph,
             waking the workers and waiting for them.
+        python, python_backward: us of these that pass before the engine begins and after it ends.
     """
 
     direct: float
@@ -90,6 +91,8 @@ class LayerRates:
     task: float
     call: float
     call_backward: float
+    python: float
+    python_backward: float
 
     @staticmethod
     def derived(machine: Machine, threads: int) -> LayerRates:
@@ -136,6 +139,8 @@ class LayerRates:
             task=figures["task_us"],
             call=figures["job_us"] + 20.0,
             call_backward=figures["job_us"] + 20.0,
+            python=15.0,
+            python_backward=15.0,
         )
 
     @staticmethod
