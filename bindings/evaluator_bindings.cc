@@ -251,6 +251,7 @@ void RegisterEvaluator(py::module_& module) {
         return std::tuple(b.intermediate_units_per_task, b.hidden_columns_per_task, b.tail_jobs, b.tail_parts);
       },
       py::arg("jobs"), py::arg("hidden"), py::arg("intermediate"), py::arg("threads"), py::arg("slots"));
+  module.def("parts_of_long_job", &PartsOfLongJob, py::arg("rows"), py::arg("all_rows"), py::arg("threads"));
   module.def("tokens_per_merge", &TokensPerMerge, py::arg("tokens"), py::arg("threads"));
   module.def("unpack_slice", &UnpackSlice, py::arg("matrix_unit"), py::arg("tiles"), py::arg("panels"), py::arg("l2_bytes"));
   module.def(

@@ -43,6 +43,21 @@ std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t task
   return CeilDivide(tasks_of_thread * threads, std::max<std::int64_t>(1, pieces));
 }
 
+std::int64_t PartsOfLongJob(std::int64_t rows, std::int64_t all_rows, int threads) {
+  return threads == 1 ? 1 : CeilDivide(std::int64_t{2} * threads * rows, std::max<std::int64_t>(1, all_rows));
+}
+
+std::int64_t UnitsOfPart(std::int64_t intermediate, std::int64_t parts) {
+  const std::int64_t units = CeilDivide(intermediate, kIntermediateUnit);
+  return CeilDivide(units, std::min(units, parts));
+}
+
+std::int64_t ColumnsOfPart(std::int64_t hidden, std::int64_t parts) {
+  // Superblocks of weights are 8 columns wide: a narrower task would read them in pieces.
+  const std::int64_t columns = CeilDivide(hidden, 32);
+  return std::min(columns, CeilDivide(CeilDivide(columns, parts), 8) * 8);
+}
+
 std::int64_t LoraTaskElements(std::int64_t parameters, int threads) {
   constexpr std::int64_t kLeast = 16 * 1024, kMost = 64 * 1024;
   return std::clamp(parameters / (std::int64_t{3} * threads), kLeast, kMost);
@@ -66,11 +81,9 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   const std::int64_t in_flight = query.slots < query.threads ? std::min(query.slots, query.jobs) : query.jobs;
   const std::int64_t tasks = in_flight < query.threads ? PartsForThreads(in_flight, query.threads, kLayerTasksOfThread)
                                                        : PartsForThreads(in_flight, query.threads);
-  const std::int64_t units = CeilDivide(query.intermediate, kIntermediateUnit);
-  const std::int64_t columns = CeilDivide(query.hidden, 32);
-  blocking.intermediate_units_per_task = CeilDivide(units, std::min(units, query.threads == 1 ? 1 : tasks));
-  // Superblocks of weights are 8 columns wide: a narrower task would read them in pieces.
-  blocking.hidden_columns_per_task = std::min(columns, CeilDivide(CeilDivide(columns, query.threads == 1 ? 1 : tasks), 8) * 8);
+  const std::int64_t parts = query.threads == 1 ? 1 : tasks;
+  blocking.intermediate_units_per_task = UnitsOfPart(query.intermediate, parts);
+  blocking.hidden_columns_per_task = ColumnsOfPart(query.hidden, parts);
   blocking.tokens_per_merge = TokensPerMerge(query.tokens, query.threads);
   // Every step is timed: four blocks together open a quarter of the ranges.
   const std::int64_t step_bytes = query.matrix_unit ? kMostStepBytes : kStepBytes;

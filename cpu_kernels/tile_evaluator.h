@@ -65,6 +65,10 @@ std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t task
 /// threads, which are not equally fast: with three tasks a thread a forward and backward take a tenth longer.)
 inline constexpr std::int64_t kLayerTasksOfThread = 6;
 
+/// Parts into which the stages of a job with so many of all rows are cut at least, so that each is at most half of what a
+/// thread has of them: without, the others would wait for the thread of a hot expert's job.
+std::int64_t PartsOfLongJob(std::int64_t rows, std::int64_t all_rows, int threads);
+
 /// Parameters of adapters, or of their gradients, that make a task, of so many that a call packs or writes: three tasks for
 /// each thread, of 64 K at most, some 25 us of one core's share of the memory's bandwidth, and of 16 K at least. (With 64 K
 /// always, and what else changed with it, small layers took 1.03 to 1.07 of the time on 16 threads: docs/EXPERIMENTS.md.)
@@ -91,6 +95,10 @@ std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t pane
 std::int64_t TokensPerMerge(std::int64_t tokens, int threads);
 
 Blocking ChooseBlocking(const BlockingQuery& query);
+
+/// Of one of so many parts: Blocking::intermediate_units_per_task and hidden_columns_per_task, those a multiple of 8, or all.
+std::int64_t UnitsOfPart(std::int64_t intermediate, std::int64_t parts);
+std::int64_t ColumnsOfPart(std::int64_t hidden, std::int64_t parts);
 
 /// While it lives, ChooseBlocking returns `blocking`. For tests; not thread safe.
 class ScopedBlocking {

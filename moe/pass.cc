@@ -95,7 +95,7 @@ std::int64_t Pass::LoraGroup() const {
 }
 
 std::int64_t Pass::PartSize(std::int64_t job, Cut cut) const {
-  const PartSizes& sizes = job < first_tail_job_ ? part_sizes_ : tail_part_sizes_;
+  const PartSizes& sizes = part_sizes_[static_cast<std::size_t>(job)];
   return cut == Cut::kIntermediate ? sizes.intermediate : sizes.hidden;
 }
 
@@ -133,12 +133,26 @@ void Pass::Allocate(std::int64_t job_bytes) {
   slot_of_job_.resize(jobs.size());
   query.slots = job_slots_ * num_shards;
   blocking = ChooseBlocking(query);
+  CutJobs();
+}
+
+void Pass::CutJobs() {
   // Parts of I are whole units; parts of H whole superblocks, where there are several.
   const std::int64_t units = blocking.intermediate_units_per_task, columns = blocking.hidden_columns_per_task;
-  first_tail_job_ = count - blocking.tail_jobs;
-  part_sizes_ = {units * kBlocksPerUnit, columns};
-  tail_part_sizes_ = {CeilDiv(units, blocking.tail_parts) * kBlocksPerUnit,
-                      std::min(columns, RoundUp(CeilDiv(columns, blocking.tail_parts), kSuperblock))};
+  const PartSizes most{units * kBlocksPerUnit, columns};
+  const PartSizes tail{CeilDiv(units, blocking.tail_parts) * kBlocksPerUnit,
+                       std::min(columns, RoundUp(CeilDiv(columns, blocking.tail_parts), kSuperblock))};
+  std::int64_t rows = 0;
+  for (const Job& job : jobs) rows += job.rows;
+  part_sizes_.clear();
+  for (std::size_t job = 0; job < jobs.size(); ++job) {
+    const bool last = static_cast<std::int64_t>(job) >= static_cast<std::int64_t>(jobs.size()) - blocking.tail_jobs;
+    PartSizes sizes = last ? tail : most;
+    const std::int64_t parts = PartsOfLongJob(jobs[job].rows, rows, threads);
+    sizes.intermediate = std::min(sizes.intermediate, UnitsOfPart(LargestShard(shards), parts) * kBlocksPerUnit);
+    sizes.hidden = std::min(sizes.hidden, ColumnsOfPart(config.hidden_size, parts));
+    part_sizes_.push_back(sizes);
+  }
 }
 
 std::int64_t Pass::StageScratchBytes() const {

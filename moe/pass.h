@@ -213,6 +213,7 @@ class Pass {
   std::int64_t LoraGroup() const;
   /// Blocks or columns in one part.
   std::int64_t PartSize(std::int64_t job, Cut cut) const;
+  void CutJobs();
   /// A task that begins something of a shard: where there are several, on its node.
   TaskId AddOfShard(TaskFunction function, std::int64_t index, std::int64_t shard, TaskGraph::Start start);
   /// Tasks that were added one after the other.
@@ -251,12 +252,11 @@ class Pass {
 
   Phase direction_;
   std::int64_t job_bytes_ = 0;
-  /// Blocks of I and columns of H in a part, of most jobs and of the last ones.
+  /// Blocks of I and columns of H in a part of each job.
   struct PartSizes {
     std::int64_t intermediate, hidden;
   };
-  PartSizes part_sizes_{}, tail_part_sizes_{};
-  std::int64_t first_tail_job_ = 0;
+  std::vector<PartSizes> part_sizes_;
   std::int64_t job_tasks_ = 0;  ///< of all stages of all jobs
   TaskRanges swept_;
   std::int64_t job_slots_ = 1;                         ///< of each shard

@@ -83,6 +83,19 @@ TEST(TileEvaluator, FewerJobsThanThreadsAreCutFiner) {
   EXPECT_EQ(columns(48), 128);
 }
 
+TEST(TileEvaluator, LongJobsAreCutFiner) {
+  EXPECT_EQ(PartsOfLongJob(50, 1600, 16), 1);  // half of what a thread has
+  EXPECT_EQ(PartsOfLongJob(51, 1600, 16), 2);
+  EXPECT_EQ(PartsOfLongJob(1600, 1600, 16), 32);
+  EXPECT_EQ(PartsOfLongJob(1600, 1600, 1), 1);
+  EXPECT_EQ(PartsOfLongJob(0, 0, 16), 0);
+  EXPECT_EQ(UnitsOfPart(14336, 5), 23);   // of 112
+  EXPECT_EQ(UnitsOfPart(100, 32), 1);     // there is one
+  EXPECT_EQ(ColumnsOfPart(4096, 3), 48);  // of 128, in superblocks of 8
+  EXPECT_EQ(ColumnsOfPart(4096, 1000), 8);
+  EXPECT_EQ(ColumnsOfPart(100, 2), 4);  // all
+}
+
 TEST(TileEvaluator, LongContractionsAreCutSoThatASliceStaysInCache) {
   constexpr std::int64_t kL2 = 2 << 20;
   EXPECT_EQ(UnpackSlice(false, 64, 16, kL2), 0);  // 1 MB: half of it

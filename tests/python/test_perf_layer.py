@@ -75,6 +75,7 @@ def test_jobs_are_the_engines(tokens: int, routing: str) -> None:
         (ExpertsShape(6, 96, 160, 2, 0), 40, "uniform"),
         (ExpertsShape(6, 96, 160, 2, 16), 40, "uniform"),
         (ExpertsShape(40, 256, 384, 2, 8), 60, "uniform"),  # many jobs: the last ones are cut finer
+        (ExpertsShape(40, 640, 640, 2, 0), 150, "zipf"),  # and the first one, which has most rows
         (ExpertsShape(6, 320, 416, 2, 48), 1500, "concentrated:2"),  # chunks of experts
         (ExpertsShape(16, 4096, 32, 8, 0), 480, "uniform"),  # more jobs than there is memory for
         (ExpertsShape(16, 4096, 96, 8, 16), 480, "uniform"),
@@ -454,6 +455,19 @@ def test_new_jobs_begin_before_others_are_helped() -> None:
     # Two under way at most are no bound here; one is.
     assert run_jobs(chains, cut, 2, 2, 0.0).makespan_ms == 4.0
     assert run_jobs(chains, cut, 2, 1, 0.0).makespan_ms == 6.0
+
+
+def test_long_jobs_are_cut_finer() -> None:
+    cut = JobCut.choose(40, 640, 640, 8, 40)
+    assert cut.parts(Cut.INTERMEDIATE, tail=False) == 1 and cut.parts(Cut.INTERMEDIATE, tail=True) > 1
+    for least, intermediate, hidden in ((1, 1, 1), (2, 2, 2), (3, 3, 3), (100, 5, 3)):  # 5 units, 20 columns by 8
+        assert cut.parts(Cut.INTERMEDIATE, tail=False, least=least) == intermediate
+        assert cut.parts(Cut.HIDDEN, tail=False, least=least) == hidden
+        assert cut.parts(Cut.WHOLE, tail=False, least=least) == 1
+    # The expert with half of all rows, 31 of a task in each stage, and the last ones.
+    rows = (380,) + (10,) * 39
+    assert _core.parts_of_long_job(380, sum(rows), 8) == 8
+    assert model(8).forward(ExpertsShape(40, 640, 640, 2, 0), rows).tasks == (2 + 5 + 3) + 31 * 4 + 8 * (2 + 3 + 3)
 
 
 def test_sweeps_over_adapters_in_place() -> None:

@@ -413,6 +413,9 @@ def tokens_per_merge(tokens: int, threads: int) -> int:
 def unpack_slice(matrix_unit: bool, tiles: int, panels: int, l2_bytes: int) -> int:
     """Right tiles of a slice of the unpack form's contraction, 0: all; cpu_kernels/tile_evaluator.h."""
 
+def parts_of_long_job(rows: int, all_rows: int, threads: int) -> int:
+    """Parts into which the stages of a job with so many of all rows are cut at least."""
+
 def sweeps_in_place(experts: int, features: int, ranks: int) -> int:
     """Tasks of a sweep over a matrix B, [features, ranks * experts], of one adapter that is used where it lies."""
 

@@ -175,7 +175,13 @@ class LayerModel:
         cut = replace(cut, tail_jobs=cut.tail_jobs // shards)
         uneven = self.products.evaluator.machine.uneven
         schedule = run_jobs(
-            chains, cut, max(threads // shards, 1), slots, rates.unit_ms("task"), lambda n: at_threads(uneven, n)
+            chains,
+            cut,
+            max(threads // shards, 1),
+            slots,
+            rates.unit_ms("task"),
+            lambda n: at_threads(uneven, n),
+            [_core.parts_of_long_job(job.rows, shards * sum(rows), threads) for job in jobs],
         )
         wall, busy = schedule.makespan_ms, shards * schedule.busy_ms
         for outside in _outside_jobs(shape, rows, threads, shards, backward=backward, in_place=in_place):

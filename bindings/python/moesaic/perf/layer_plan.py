@@ -75,13 +75,22 @@ class Cut(Enum):
 
 @dataclass(frozen=True)
 class JobCut:
-    """Into how many parts each stage of a job is cut: those that begin last are cut finer."""
+    """Into how many parts each stage of a job is cut: those that begin last are cut finer, and those with many of all
+    rows.
+
+    Attributes:
+        intermediate, hidden: parts of stages along I, and along H.
+        tail_jobs, tail_intermediate, tail_hidden: of so many of the last jobs.
+        units, columns: smallest pieces of I, and of H; there are no more parts.
+    """
 
     intermediate: int
     hidden: int
     tail_jobs: int
     tail_intermediate: int
     tail_hidden: int
+    units: int = 1
+    columns: int = 1
 
     @staticmethod
     def choose(jobs: int, hidden: int, intermediate: int, threads: int, slots: int) -> JobCut:
@@ -100,15 +109,19 @@ class JobCut:
             tail_jobs,
             ceil_div(units, tail_units),
             ceil_div(columns, tail_columns),
+            units,
+            columns,
         )
 
-    def parts(self, cut: Cut, *, tail: bool) -> int:
-        """Parts of a stage."""
+    def parts(self, cut: Cut, *, tail: bool, least: int = 1) -> int:
+        """Parts of a stage, of a job whose stages are cut into so many at least where they can be."""
         if cut is Cut.WHOLE:
             return 1
         if cut is Cut.INTERMEDIATE:
-            return self.tail_intermediate if tail else self.intermediate
-        return self.tail_hidden if tail else self.hidden
+            few = ceil_div(self.units, ceil_div(self.units, min(self.units, least)))
+            return max(self.tail_intermediate if tail else self.intermediate, few)
+        few = ceil_div(self.columns, min(self.columns, round_up(ceil_div(self.columns, least), 8)))
+        return max(self.tail_hidden if tail else self.hidden, few)
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,7 @@ def run_jobs(
     slots: int,
     task_ms: float,
     uneven: Callable[[int], float] = lambda threads: 1.0,
+    least_parts: Sequence[int] | None = None,
 ) -> Schedule:
     """Runs the stages of all jobs on a pool of threads.
 
@@ -157,6 +171,7 @@ def run_jobs(
         slots: jobs under way at most.
         task_ms: what a task costs besides its work.
         uneven: of equal tasks that so many threads begin together, the longest over the mean.
+        least_parts: of each job's stages, where they can be cut; None: one.
     """
     first_tail = len(jobs) - cut.tail_jobs
     chains: list[list[_Link]] = []
@@ -164,7 +179,8 @@ def run_jobs(
     for index, stages in enumerate(jobs):
         chain: list[_Link] = []
         for stage in stages:
-            parts = cut.parts(stage.cut, tail=index >= first_tail)
+            least = 1 if least_parts is None else least_parts[index]
+            parts = cut.parts(stage.cut, tail=index >= first_tail, least=least)
             tasks += parts
             each = stage.thread_ms / parts + task_ms
             if parts > 1:
