@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import moesaic
 from moesaic import _core
 from moesaic.commands.layer_case import LayerShape, parse_routing
-from moesaic.commands.layer_data import make_adapter, make_batch, make_weights
+from moesaic.commands.layer_data import Adapter, Batch, make_adapter, make_batch, make_weights
 from moesaic.perf.layer_model import ExpertsShape, LayerModel, Work
 from moesaic.perf.layer_plan import ceil_div
 from moesaic.perf.machine import Machine
@@ -25,10 +25,14 @@ from moesaic.perf.rates import LayerRates
 __all__ = [
     "LayerCase",
     "LayerRun",
+    "LayerStack",
     "MeasuredLayer",
     "Statistic",
     "calibration_cases",
+    "calibration_stack",
+    "engine_calls_ms",
     "fit",
+    "fit_in_model",
     "measure_layer",
     "measure_layers",
 ]
@@ -141,16 +145,25 @@ class LayerRun:
 
     def __init__(self, case: LayerCase, layers: dict[tuple[int, int, int], moesaic.ExpertsLayer]) -> None:
         s = case.shape
-        self.case = case
         shape = LayerShape(s.experts, s.hidden, s.intermediate, s.top_k, s.rank)
         sizes = (s.experts, s.hidden, s.intermediate)
         if sizes not in layers:
             weights = make_weights(shape, torch.Generator().manual_seed(0), full_copy=False)
             layers[sizes] = moesaic.ExpertsLayer(weights.gate_up, weights.down)
-        self._layer = layers[sizes]
         generator = torch.Generator().manual_seed(1)
         adapter = make_adapter(shape, generator)
         batch = make_batch(shape, case.tokens, parse_routing(case.routing), generator)
+        self._make(case, layers[sizes], adapter, batch)
+
+    @classmethod
+    def of(cls, case: LayerCase, layer: moesaic.ExpertsLayer, adapter: Adapter | None, batch: Batch) -> LayerRun:
+        """The same of a layer, an adapter and a batch that are there."""
+        run = object.__new__(cls)
+        run._make(case, layer, adapter, batch)
+        return run
+
+    def _make(self, case: LayerCase, layer: moesaic.ExpertsLayer, adapter: Adapter | None, batch: Batch) -> None:
+        self.case, self._layer = case, layer
         self._hidden, self._ids, self._router = batch.hidden.detach(), batch.ids, batch.router.detach()
         self._d_out = batch.d_out
         self._lora = None
@@ -160,7 +173,7 @@ class LayerRun:
                 a, b = pair.views()
                 pairs.append(moesaic.LoraPair(a.detach(), b.detach(), pair.scale))
             self._lora = moesaic.Lora(gate_up=pairs[0], down=pairs[1])
-        rows = torch.bincount(self._ids.flatten(), minlength=s.experts)
+        rows = torch.bincount(self._ids.flatten(), minlength=case.shape.experts)
         self.rows = tuple(int(r) for r in rows)
         """Of each expert."""
 
@@ -188,6 +201,89 @@ class LayerRun:
             by_name[row["name"]] = by_name.get(row["name"], 0.0) + row["thread_ms"]
         groups = {group: sum(by_name.get(name, 0.0) for name in names) for group, names in _TIMERS.items()}
         return whole, groups, python
+
+
+class LayerStack:
+    """Layers one after the other as in a training step of a model: each with weights and an adapter of its own, behind
+    a dense layer of PyTorch's, and gradients that are added to those of the step before.
+
+    Args:
+        shape: of each layer.
+        tokens: that go through them.
+        count: layers.
+    """
+
+    def __init__(self, shape: ExpertsShape, tokens: int, count: int) -> None:
+        sizes = LayerShape(shape.experts, shape.hidden, shape.intermediate, shape.top_k, shape.rank)
+        generator = torch.Generator().manual_seed(2)
+        weights = make_weights(sizes, generator, full_copy=False)
+        self.shape, self.count = shape, count
+        self._layers = [moesaic.ExpertsLayer(weights.gate_up, weights.down) for _ in range(count)]
+        self._adapters = [make_adapter(sizes, generator) for _ in range(count)]
+        self._batches = [make_batch(sizes, tokens, parse_routing("uniform"), generator) for _ in range(count)]
+        self._dense = torch.full((shape.hidden, shape.hidden), 1.0 / shape.hidden, dtype=torch.bfloat16)
+        rows = [torch.bincount(batch.ids.flatten(), minlength=shape.experts) for batch in self._batches]
+        self.rows = [tuple(map(int, of_layer)) for of_layer in rows]
+        """Of each layer's experts."""
+        first = (self._layers[0], self._adapters[0], self._batches[0])
+        self._alone = LayerRun.of(LayerCase(shape, tokens), *first)
+
+    def step(self) -> None:
+        """Forward and backward."""
+        x = self._batches[0].hidden
+        for layer, adapter, batch in zip(self._layers, self._adapters, self._batches, strict=True):
+            lora = None
+            if adapter is not None:
+                pairs = [moesaic.LoraPair(*pair.views(), pair.scale) for pair in (adapter.gate_up, adapter.down)]
+                lora = moesaic.Lora(gate_up=pairs[0], down=pairs[1])
+            x = x + torch.nn.functional.linear(x, self._dense)
+            x = x + moesaic.moe_experts(x, batch.ids, batch.router, layer, lora)
+        torch.autograd.backward(x, self._batches[-1].d_out)
+
+    def calls_ms(self) -> tuple[list[float], list[float]]:
+        """Milliseconds of the engine in each call of a step, all forwards, then all backwards; and of a forward and a
+        backward of the first layer alone, the second time one follows the other."""
+        of_step = engine_calls_ms(self.step)
+        self._alone.call()
+        return of_step, engine_calls_ms(self._alone.call)
+
+
+def calibration_stack() -> LayerStack:
+    """Layers that `in_model` is fitted to, and no prediction is held against."""
+    return LayerStack(ExpertsShape(24, 640, 288, 6, 16), 300, 8)
+
+
+def engine_calls_ms(step: Callable[[], object]) -> list[float]:
+    """Milliseconds of the engine in each of its calls in a step."""
+    with moesaic.profile():
+        step()
+        calls, _ = _core.calls()
+    return [(call["engine_end_ns"] - call["engine_begin_ns"]) * 1e-6 for call in calls]
+
+
+def fit_in_model(
+    model: LayerModel, stack: LayerStack, turns: Sequence[tuple[Sequence[float], Sequence[float]]]
+) -> LayerRates:
+    """The rates with `in_model` and `in_model_backward`: by how much more a layer of the stack takes longer in a step
+    than alone than the model says without them.
+
+    Args:
+        model: with all other rates fitted.
+        stack: what ran.
+        turns: of its `calls_ms()`.
+    """
+    rates, shape, count = replace(model.rates, in_model=1.0, in_model_backward=1.0), stack.shape, stack.count
+    of_stack = LayerModel(model.products.with_resident(shape.weight_bytes * count), rates)
+    of_one = alone(LayerModel(model.products, rates), shape, stack.rows[0])
+    in_step, by_itself = (
+        [statistics.median(call) for call in zip(*some, strict=True)] for some in zip(*turns, strict=True)
+    )
+    factors = []
+    for way, (some, one) in enumerate(((of_stack.forward, of_one.forward), (of_stack.backward, of_one.backward))):
+        rows = stack.rows[0]
+        expected = sum(some(shape, rows).milliseconds for rows in stack.rows) / one(shape, rows).milliseconds
+        factors.append(sum(in_step[way * count : (way + 1) * count]) / by_itself[way] / expected)
+    return replace(rates, in_model=factors[0], in_model_backward=factors[1])
 
 
 def measure_layers(
@@ -297,7 +393,8 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
     """The rates, none negative, with the least relative errors of all groups of phases; then those of calls, with
     the errors of whole ones."""
     of_calls = ("call", "call_backward", "python", "python_backward")
-    units = [name for name in LayerRates.names() if name not in ("task", *of_calls)]
+    others = ("task", *of_calls, "in_model", "in_model_backward")
+    units = [name for name in LayerRates.names() if name not in others]
     amounts: list[Work] = []
     times = []
     for one in measured:
@@ -345,7 +442,8 @@ def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
 def alone(model: LayerModel, shape: ExpertsShape, rows: Sequence[int]) -> LayerModel:
     """The model where nothing but calls of this layer with the same rows follow each other."""
     hit = sum(1 for count in rows if count > 0)
-    return LayerModel(model.products.with_resident(shape.weight_bytes * hit / shape.experts), model.rates)
+    products = model.products.with_resident(shape.weight_bytes * hit / shape.experts)
+    return LayerModel(products, model.rates, alone=True)
 
 
 def _non_negative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:

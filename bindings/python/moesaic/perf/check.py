@@ -8,15 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moesaic import _core
 from moesaic.perf.calibration import (
     MOST_SECONDS,
     LayerCase,
+    LayerStack,
     MeasuredLayer,
     Statistic,
     alone,
     calibration_cases,
+    calibration_stack,
+    engine_calls_ms,
     fit,
+    fit_in_model,
     measure_layers,
     sentinel,
 )
@@ -145,6 +148,9 @@ def run_check(threads: int, plan: CheckPlan, progress: Callable[[str], None]) ->
         held = measured[fitted:]
         if rates is None:
             rates = fit(start, measured[:fitted])
+            stack = calibration_stack()
+            turns = [stack.calls_ms() for _ in range(plan.repetitions + 1)][1:]
+            rates = fit_in_model(LayerModel(start.products, rates), stack, turns)
             try:
                 rates.save(path)
             except OSError as error:
@@ -158,7 +164,8 @@ def run_check(threads: int, plan: CheckPlan, progress: Callable[[str], None]) ->
                 left_out[str(one.case)] = _DISTURBED
         if "step" in plan.parts:
             try:
-                pairs += _steps(model, plan, progress)
+                of_steps, rates = _steps(model, calibration_stack(), plan, progress)
+                pairs += of_steps
             except ImportError as error:
                 left_out["step"] = f"transformers or PEFT is missing: {error}"
     return {
@@ -277,19 +284,12 @@ def _layer(model: LayerModel, measured: MeasuredLayer) -> list[Pair]:
     ]
 
 
-def _calls_ms(step: Callable[[], None]) -> list[float]:
-    """Milliseconds of the engine in each of its calls in a step."""
-    import moesaic
-
-    with moesaic.profile():
-        step()
-        calls, _ = _core.calls()
-    return [(call["engine_end_ns"] - call["engine_begin_ns"]) * 1e-6 for call in calls]
-
-
-def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) -> list[Pair]:
+def _steps(
+    model: LayerModel, stack: LayerStack, plan: CheckPlan, progress: Callable[[str], None]
+) -> tuple[list[Pair], LayerRates]:
     """The experts inside of training steps of the model of `make demo`, through transformers and PEFT: each call of the
-    engine by the statistic of its own repetitions, for nobody leaves a host alone during a whole step."""
+    engine by the statistic of its own repetitions, for nobody leaves a host alone during a whole step. A stack of
+    layers runs in turn with them, which `in_model` is fitted to anew."""
     import peft  # noqa: F401
     import torch
     import transformers  # noqa: F401
@@ -299,7 +299,9 @@ def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) 
     progress("a training step of the demo's model")
     rank = 16
     network = step_bench._model(step_bench.MODELS["demo"], rank)
-    pairs = []
+    measured: list[tuple[str, list[Any], list[list[float]]]] = []
+    turns = []
+    stack.calls_ms()
     for tokens in (512, 192):
         ids = torch.randint(4096, (1, tokens), generator=torch.Generator().manual_seed(0))
 
@@ -310,18 +312,23 @@ def _steps(model: LayerModel, plan: CheckPlan, progress: Callable[[str], None]) 
         calls: list[Any] = []
         with step_bench._replaced_experts(step_bench._recorder(calls)):
             step()
-        forward = backward = 0.0
+        runs = []
+        for _ in range(plan.repetitions):
+            turns.append(stack.calls_ms())
+            runs.append(engine_calls_ms(step))
+        measured.append((f"demo model, {tokens} tokens, {len(calls)} layers", calls, runs))
+    rates = fit_in_model(model, stack, turns)
+    pairs = []
+    for name, calls, runs in measured:
+        predicted = 0.0
         for call in calls:
             layer = call.layer
             shape = ExpertsShape(layer.num_experts, layer.hidden_size, layer.intermediate_size, call.ids.shape[1], rank)
             rows = torch.bincount(call.ids.flatten(), minlength=shape.experts).tolist()
-            of_step = LayerModel(model.products.with_resident(shape.weight_bytes * len(calls)), model.rates)
-            forward += of_step.forward(shape, rows).milliseconds - of_step.rates.unit_ms("python")
-            backward += of_step.backward(shape, rows).milliseconds - of_step.rates.unit_ms("python_backward")
-        name = f"demo model, {tokens} tokens, {len(calls)} layers"
-        runs = [_calls_ms(step) for _ in range(plan.repetitions)]
+            of_step = LayerModel(model.products.with_resident(shape.weight_bytes * len(calls)), rates)
+            predicted += of_step.forward(shape, rows).milliseconds - rates.unit_ms("python")
+            predicted += of_step.backward(shape, rows).milliseconds - rates.unit_ms("python_backward")
         of_calls = list(zip(*runs, strict=True))
-        least = sum(map(min, of_calls))
-        spread = sum(map(statistics.median, of_calls)) / least
-        pairs.append(Pair("step", name, forward + backward, sum(map(plan.statistic, of_calls)), spread))
-    return pairs
+        spread = sum(map(statistics.median, of_calls)) / sum(map(min, of_calls))
+        pairs.append(Pair("step", name, predicted, sum(map(plan.statistic, of_calls)), spread))
+    return pairs, rates

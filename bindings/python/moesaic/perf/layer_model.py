@@ -101,11 +101,13 @@ class LayerModel:
     Args:
         products: times of products with base weights.
         rates: what the other units cost.
+        alone: calls of the layer follow each other; else those of others, and other operators, come between.
     """
 
-    def __init__(self, products: Products, rates: LayerRates) -> None:
+    def __init__(self, products: Products, rates: LayerRates, *, alone: bool = False) -> None:
         self.products = products
         self.rates = rates
+        self.alone = alone
         self.threads = products.threads
         self._numa_nodes = products.evaluator.machine.numa_nodes
 
@@ -191,6 +193,11 @@ class LayerModel:
             busy += ms
         serial = rates.thread_ms({"slot": sum(rows)})
         phases["routing"], busy = serial, busy + serial
+        if not self.alone and self.products.fits(shape.weight_bytes):
+            # What does not fit the caches finds nothing there in either case.
+            factor = rates.in_model_backward if backward else rates.in_model
+            phases = {phase: factor * ms for phase, ms in phases.items()}
+            wall, busy = factor * wall, factor * busy
         wall += serial + rates.unit_ms("call_backward" if backward else "call")
         flops, dram = self.limits(shape, rows, backward=backward)
         idle = wall * threads - busy

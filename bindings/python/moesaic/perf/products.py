@@ -143,6 +143,10 @@ class Products:
         """Of the last-level cache that the weights may use, what they fill."""
         self._known: dict[tuple[str, int, int, int, bool], ProductMs] = {}
 
+    def fits(self, weight_bytes: float) -> bool:
+        """Whether so many bytes of weights fit what they may use of the last-level cache."""
+        return weight_bytes <= _USABLE * float(self.figures["l3_bytes"])
+
     def asking(self, evaluator: Evaluates) -> Products:
         """The same questions to another evaluator."""
         return Products(evaluator, resident_bytes=self._resident_bytes)
