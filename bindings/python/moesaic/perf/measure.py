@@ -44,8 +44,6 @@ cpu_kernels/gemm/tiles.h)."""
 
 _PRODUCTS = (
     # groups, rows, contraction, columns: none is one that the model is held against
-    (1, 80, 3072, 896),
-    (1, 48, 2048, 2048),
     (1, 144, 1536, 1024),
     (1, 320, 1536, 768),
     (1, 224, 1152, 896),
