@@ -44,7 +44,8 @@ std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t task
 }
 
 std::int64_t PartsOfLongJob(std::int64_t rows, std::int64_t all_rows, int threads) {
-  return threads == 1 ? 1 : CeilDivide(std::int64_t{2} * threads * rows, std::max<std::int64_t>(1, all_rows));
+  if (threads == 1 || rows == 0) return 1;
+  return CeilDivide(std::int64_t{2} * threads * rows, all_rows);
 }
 
 std::int64_t UnitsOfPart(std::int64_t intermediate, std::int64_t parts) {

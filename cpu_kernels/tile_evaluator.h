@@ -49,6 +49,7 @@ struct Blocking {
   std::int64_t tokens_per_merge;             ///< tokens that one merge task adds up, >= 1
   std::int64_t tail_jobs = 0;                ///< the last jobs, which are cut finer so that no core idles while others finish
   std::int64_t tail_parts = 1;               ///< how many times finer
+  bool cuts_long_jobs = true;                ///< PartsOfLongJob()
   std::int64_t gradient_columns = 4;         ///< tile columns of X or dO whose row pairs are in cache at a time, 1 to
                                              ///< kMostGradientColumns
   std::int64_t blocks_per_step = 1;  ///< blocks of 32 rows of I whose products are computed before their activations, >= 1
@@ -96,7 +97,7 @@ std::int64_t TokensPerMerge(std::int64_t tokens, int threads);
 
 Blocking ChooseBlocking(const BlockingQuery& query);
 
-/// Of one of so many parts: Blocking::intermediate_units_per_task and hidden_columns_per_task, those a multiple of 8, or all.
+/// Units of I, and columns of H, in a part where there are `parts`, >= 1; columns in multiples of 8, or all.
 std::int64_t UnitsOfPart(std::int64_t intermediate, std::int64_t parts);
 std::int64_t ColumnsOfPart(std::int64_t hidden, std::int64_t parts);
 

@@ -144,11 +144,11 @@ void Pass::CutJobs() {
                        std::min(columns, RoundUp(CeilDiv(columns, blocking.tail_parts), kSuperblock))};
   std::int64_t rows = 0;
   for (const Job& job : jobs) rows += job.rows;
+  const std::int64_t count = static_cast<std::int64_t>(jobs.size()), first_tail_job = count - blocking.tail_jobs;
   part_sizes_.clear();
-  for (std::size_t job = 0; job < jobs.size(); ++job) {
-    const bool last = static_cast<std::int64_t>(job) >= static_cast<std::int64_t>(jobs.size()) - blocking.tail_jobs;
-    PartSizes sizes = last ? tail : most;
-    const std::int64_t parts = PartsOfLongJob(jobs[job].rows, rows, threads);
+  for (std::int64_t job = 0; job < count; ++job) {
+    PartSizes sizes = job < first_tail_job ? most : tail;
+    const std::int64_t parts = blocking.cuts_long_jobs ? PartsOfLongJob(jobs[job].rows, rows, threads) : 1;
     sizes.intermediate = std::min(sizes.intermediate, UnitsOfPart(LargestShard(shards), parts) * kBlocksPerUnit);
     sizes.hidden = std::min(sizes.hidden, ColumnsOfPart(config.hidden_size, parts));
     part_sizes_.push_back(sizes);

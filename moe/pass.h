@@ -213,6 +213,7 @@ class Pass {
   std::int64_t LoraGroup() const;
   /// Blocks or columns in one part.
   std::int64_t PartSize(std::int64_t job, Cut cut) const;
+  /// Fills part_sizes_: the last jobs are cut finer than most, and those with many of all rows.
   void CutJobs();
   /// A task that begins something of a shard: where there are several, on its node.
   TaskId AddOfShard(TaskFunction function, std::int64_t index, std::int64_t shard, TaskGraph::Start start);

@@ -88,7 +88,7 @@ TEST(TileEvaluator, LongJobsAreCutFiner) {
   EXPECT_EQ(PartsOfLongJob(51, 1600, 16), 2);
   EXPECT_EQ(PartsOfLongJob(1600, 1600, 16), 32);
   EXPECT_EQ(PartsOfLongJob(1600, 1600, 1), 1);
-  EXPECT_EQ(PartsOfLongJob(0, 0, 16), 0);
+  EXPECT_EQ(PartsOfLongJob(0, 0, 16), 1);
   EXPECT_EQ(UnitsOfPart(14336, 5), 23);   // of 112
   EXPECT_EQ(UnitsOfPart(100, 32), 1);     // there is one
   EXPECT_EQ(ColumnsOfPart(4096, 3), 48);  // of 128, in superblocks of 8

@@ -215,6 +215,7 @@ TEST(Layer, SameBitsForAnyBlocking) {
                             .tokens_per_merge = draw(100),
                             .tail_jobs = draw(4) - 1,
                             .tail_parts = draw(5),
+                            .cuts_long_jobs = draw(2) == 1,
                             .gradient_columns = draw(12),
                             .blocks_per_step = draw(5),
                             .unpack_depth = 8 * (draw(3) - 1)};

@@ -6,6 +6,7 @@ import itertools
 import math
 import platform
 import re
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +23,12 @@ from moesaic.perf.calibration import (
     _TIMERS,
     LayerCase,
     LayerRun,
+    LayerStack,
     MeasuredLayer,
     _weighted_median,
     alone,
     fit,
+    fit_in_model,
     measure_layer,
     measure_layers,
 )
@@ -322,6 +325,54 @@ def test_rates_are_found_again() -> None:
     assert again.backward(shape, rows).milliseconds == pytest.approx(
         expected.backward(shape, rows).milliseconds, rel=0.02
     )
+
+
+def test_layers_inside_of_a_model() -> None:
+    shape, rows = ExpertsShape(24, 640, 288, 6, 16), (75,) * 24
+    told = model()
+    rates = replace(told.rates, call=80.0, call_backward=90.0, python=50.0, python_backward=40.0)
+    slower = replace(rates, in_model=1.25, in_model_backward=1.5)
+    products = told.products.with_resident(8 * shape.weight_bytes)
+    for way, factor, call in (("forward", 1.25, 0.08), ("backward", 1.5, 0.09)):
+        one, other = (getattr(LayerModel(products, some), way)(shape, rows) for some in (rates, slower))
+        assert other.milliseconds - call == pytest.approx(factor * (one.milliseconds - call))
+        assert other.phases["down_lora" if way == "forward" else "down_lora_backward"] > 0
+        assert sum(other.phases.values()) == pytest.approx(factor * sum(one.phases.values()))
+        # Not where its calls follow each other, nor where it is larger than the cache.
+        assert getattr(LayerModel(products, slower, alone=True), way)(shape, rows) == one
+        large = replace(shape, experts=2400)
+        times = [getattr(LayerModel(products, some), way)(large, rows * 100).milliseconds for some in (rates, slower)]
+        assert times[0] == times[1]
+    # Times of a stack that has these factors, of which the second repetition is disturbed.
+    stack = types.SimpleNamespace(shape=shape, count=8, rows=[rows] * 8)
+    inside, by_itself = LayerModel(products, slower), alone(LayerModel(products, rates), shape, rows)
+    in_step = [inside.forward(shape, rows).milliseconds - 0.05] * 8
+    in_step += [inside.backward(shape, rows).milliseconds - 0.04] * 8
+    one_ms = [by_itself.forward(shape, rows).milliseconds - 0.05, by_itself.backward(shape, rows).milliseconds - 0.04]
+    turns = [(in_step, one_ms), ([9.0] * 16, [9.0] * 2), (in_step, one_ms)]
+    found = fit_in_model(LayerModel(told.products, rates), stack, turns)
+    assert found.in_model == pytest.approx(1.25) and found.in_model_backward == pytest.approx(1.5)
+    assert replace(found, in_model=1.0, in_model_backward=1.0) == rates
+
+
+def test_a_stack_runs_as_a_training_step_does() -> None:
+    stack = LayerStack(ExpertsShape(4, 64, 32, 2, 8), 12, 3)
+    in_step, by_itself = stack.calls_ms()
+    assert len(in_step) == 6 and len(by_itself) == 2 and min(*in_step, *by_itself) > 0
+    assert [sum(rows) for rows in stack.rows] == [24] * 3 and len(set(stack.rows)) > 1
+    gradient = stack._adapters[2].down.a.grad
+    assert gradient is not None and gradient.abs().sum() > 0
+    before = gradient.clone()
+    stack.step()
+    assert torch.allclose(stack._adapters[2].down.a.grad, 2 * before, rtol=1e-5)
+
+
+def test_no_factor_from_a_stack_that_is_larger_than_the_cache() -> None:
+    told = model()
+    rates = replace(told.rates, in_model=3.0, in_model_backward=3.0)
+    stack = types.SimpleNamespace(shape=ExpertsShape(2400, 640, 288, 6, 16), count=8, rows=[(3,) * 2400] * 8)
+    found = fit_in_model(LayerModel(told.products, rates), stack, [([1.0] * 16, [1.0] * 2)])
+    assert found == replace(rates, in_model=1.0, in_model_backward=1.0)
 
 
 def test_rates_are_kept(tmp_path: Path) -> None:

@@ -294,7 +294,6 @@ def test_measured_figures_make_sense(monkeypatch, threads):
     assert set(kernels.per_thread) == set(machine.uneven) == {1, threads}
     assert machine.uneven[1] == 1 <= machine.uneven[threads]
     assert set(machine.product_factor) == {1, threads} and machine.product_factor[1] == 1
-    assert 0.8 < machine.product_factor[threads] < 1.9
     for handed in (machine.claim_ns, machine.claim_few_ns, machine.claim_one_ns, machine.fetch_ns):
         assert handed[1] == 0 <= handed[threads] < 1e5
     for each in kernels.per_thread.values():

@@ -140,29 +140,12 @@ class LayerRun:
 
     Args:
         case: what is run.
-        layers: packed weights by their sizes, which cases share; what is missing is added.
+        layer: its packed weights.
+        adapter: None: without one.
+        batch: of the case's tokens.
     """
 
-    def __init__(self, case: LayerCase, layers: dict[tuple[int, int, int], moesaic.ExpertsLayer]) -> None:
-        s = case.shape
-        shape = LayerShape(s.experts, s.hidden, s.intermediate, s.top_k, s.rank)
-        sizes = (s.experts, s.hidden, s.intermediate)
-        if sizes not in layers:
-            weights = make_weights(shape, torch.Generator().manual_seed(0), full_copy=False)
-            layers[sizes] = moesaic.ExpertsLayer(weights.gate_up, weights.down)
-        generator = torch.Generator().manual_seed(1)
-        adapter = make_adapter(shape, generator)
-        batch = make_batch(shape, case.tokens, parse_routing(case.routing), generator)
-        self._make(case, layers[sizes], adapter, batch)
-
-    @classmethod
-    def of(cls, case: LayerCase, layer: moesaic.ExpertsLayer, adapter: Adapter | None, batch: Batch) -> LayerRun:
-        """The same of a layer, an adapter and a batch that are there."""
-        run = object.__new__(cls)
-        run._make(case, layer, adapter, batch)
-        return run
-
-    def _make(self, case: LayerCase, layer: moesaic.ExpertsLayer, adapter: Adapter | None, batch: Batch) -> None:
+    def __init__(self, case: LayerCase, layer: moesaic.ExpertsLayer, adapter: Adapter | None, batch: Batch) -> None:
         self.case, self._layer = case, layer
         self._hidden, self._ids, self._router = batch.hidden.detach(), batch.ids, batch.router.detach()
         self._d_out = batch.d_out
@@ -203,6 +186,21 @@ class LayerRun:
         return whole, groups, python
 
 
+def make_run(case: LayerCase, layers: dict[tuple[int, int, int], moesaic.ExpertsLayer]) -> LayerRun:
+    """A case with random weights, of which `layers` has those that cases of the same sizes share; what is missing is
+    added."""
+    s = case.shape
+    shape = LayerShape(s.experts, s.hidden, s.intermediate, s.top_k, s.rank)
+    sizes = (s.experts, s.hidden, s.intermediate)
+    if sizes not in layers:
+        weights = make_weights(shape, torch.Generator().manual_seed(0), full_copy=False)
+        layers[sizes] = moesaic.ExpertsLayer(weights.gate_up, weights.down)
+    generator = torch.Generator().manual_seed(1)
+    adapter = make_adapter(shape, generator)
+    batch = make_batch(shape, case.tokens, parse_routing(case.routing), generator)
+    return LayerRun(case, layers[sizes], adapter, batch)
+
+
 class LayerStack:
     """Layers one after the other as in a training step of a model: each with weights and an adapter of its own, behind
     a dense layer of PyTorch's, and gradients that are added to those of the step before.
@@ -226,7 +224,7 @@ class LayerStack:
         self.rows = [tuple(map(int, of_layer)) for of_layer in rows]
         """Of each layer's experts."""
         first = (self._layers[0], self._adapters[0], self._batches[0])
-        self._alone = LayerRun.of(LayerCase(shape, tokens), *first)
+        self._alone = LayerRun(LayerCase(shape, tokens), *first)
 
     def step(self) -> None:
         """Forward and backward."""
@@ -262,28 +260,36 @@ def engine_calls_ms(step: Callable[[], object]) -> list[float]:
 
 
 def fit_in_model(
-    model: LayerModel, stack: LayerStack, turns: Sequence[tuple[Sequence[float], Sequence[float]]]
+    model: LayerModel,
+    stack: LayerStack,
+    turns: Sequence[tuple[Sequence[float], Sequence[float]]],
+    statistic: Statistic = statistics.median,
 ) -> LayerRates:
-    """The rates with `in_model` and `in_model_backward`: by how much more a layer of the stack takes longer in a step
-    than alone than the model says without them.
+    """The rates with `in_model` and `in_model_backward`: a layer of the stack takes so many times as long in a step as
+    alone, beyond what the model makes of weights in a cache that other layers fill as well. What a call costs besides
+    is the same in both. 1 where a layer of the stack does not fit that cache.
 
     Args:
         model: with all other rates fitted.
         stack: what ran.
         turns: of its `calls_ms()`.
+        statistic: what is taken of them.
     """
     rates, shape, count = replace(model.rates, in_model=1.0, in_model_backward=1.0), stack.shape, stack.count
+    if not model.products.fits(shape.weight_bytes):
+        return rates
     of_stack = LayerModel(model.products.with_resident(shape.weight_bytes * count), rates)
     of_one = alone(LayerModel(model.products, rates), shape, stack.rows[0])
-    in_step, by_itself = (
-        [statistics.median(call) for call in zip(*some, strict=True)] for some in zip(*turns, strict=True)
-    )
-    factors = []
-    for way, (some, one) in enumerate(((of_stack.forward, of_one.forward), (of_stack.backward, of_one.backward))):
-        rows = stack.rows[0]
-        expected = sum(some(shape, rows).milliseconds for rows in stack.rows) / one(shape, rows).milliseconds
-        factors.append(sum(in_step[way * count : (way + 1) * count]) / by_itself[way] / expected)
-    return replace(rates, in_model=factors[0], in_model_backward=factors[1])
+    in_step, by_itself = ([statistic(call) for call in zip(*some, strict=True)] for some in zip(*turns, strict=True))
+    found = {}
+    for way, suffix in enumerate(("", "_backward")):
+        call, python = rates.unit_ms(f"call{suffix}"), rates.unit_ms(f"python{suffix}")
+        predict, predict_one = ((m.backward if way else m.forward) for m in (of_stack, of_one))
+        expected = sum(predict(shape, rows).milliseconds - call for rows in stack.rows)
+        expected /= predict_one(shape, stack.rows[0]).milliseconds - call
+        measured = sum(ms - (call - python) for ms in in_step[way * count : (way + 1) * count])
+        found[f"in_model{suffix}"] = measured / (by_itself[way] - (call - python)) / expected
+    return replace(rates, **found)
 
 
 def measure_layers(
@@ -310,7 +316,7 @@ def measure_layers(
     runs = []
     for case in cases:
         progress(f"packing: {case}")
-        runs.append(LayerRun(case, layers))
+        runs.append(make_run(case, layers))
     timed = [_Repeated(run.call, repetitions) for run in runs]
     profiled = [_Repeated(run.profiled, repetitions) for run in runs]
     for turn in range(_TURNS):
@@ -427,8 +433,9 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
             busy = sum(one.phases[group] for group in predicted.phases)
             of_way.append((ms - (busy + predicted.idle_ms) / model.threads, 1 / ms))
     python = [[(one.python_ms[way], 1 / (one.forward_ms, one.backward_ms)[way]) for one in measured] for way in (0, 1)]
-    found_us = (max(_weighted_median(of_way), 0.0) * 1e3 for of_way in (*over, *python))
-    return replace(rates, **dict(zip(of_calls, found_us, strict=True)))
+    in_python = [_weighted_median(of_way) * 1e3 for of_way in python]
+    calls = [max(_weighted_median(of_way) * 1e3, us) for of_way, us in zip(over, in_python, strict=True)]
+    return replace(rates, **dict(zip(of_calls, (*calls, *in_python), strict=True)))
 
 
 def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:

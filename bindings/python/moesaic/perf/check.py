@@ -127,6 +127,7 @@ def run_check(threads: int, plan: CheckPlan, progress: Callable[[str], None]) ->
     pairs: list[Pair] = []
     left_out: dict[str, str] = {}
     rates: LayerRates | None = None
+    stack: LayerStack | None = None
     held: list[MeasuredLayer] = []
     quiet = (lambda: True) if plan.disturbed else sentinel(machine)
     if "gemm" in plan.parts:
@@ -148,9 +149,9 @@ def run_check(threads: int, plan: CheckPlan, progress: Callable[[str], None]) ->
         held = measured[fitted:]
         if rates is None:
             rates = fit(start, measured[:fitted])
-            stack = calibration_stack()
+            stack = stack or calibration_stack()
             turns = [stack.calls_ms() for _ in range(plan.repetitions + 1)][1:]
-            rates = fit_in_model(LayerModel(start.products, rates), stack, turns)
+            rates = fit_in_model(LayerModel(start.products, rates), stack, turns, plan.statistic)
             try:
                 rates.save(path)
             except OSError as error:
@@ -164,7 +165,7 @@ def run_check(threads: int, plan: CheckPlan, progress: Callable[[str], None]) ->
                 left_out[str(one.case)] = _DISTURBED
         if "step" in plan.parts:
             try:
-                of_steps, rates = _steps(model, calibration_stack(), plan, progress)
+                of_steps, rates = _steps(model, stack, plan, progress)
                 pairs += of_steps
             except ImportError as error:
                 left_out["step"] = f"transformers or PEFT is missing: {error}"
@@ -285,7 +286,7 @@ def _layer(model: LayerModel, measured: MeasuredLayer) -> list[Pair]:
 
 
 def _steps(
-    model: LayerModel, stack: LayerStack, plan: CheckPlan, progress: Callable[[str], None]
+    model: LayerModel, stack: LayerStack | None, plan: CheckPlan, progress: Callable[[str], None]
 ) -> tuple[list[Pair], LayerRates]:
     """The experts inside of training steps of the model of `make demo`, through transformers and PEFT: each call of the
     engine by the statistic of its own repetitions, for nobody leaves a host alone during a whole step. A stack of
@@ -297,6 +298,7 @@ def _steps(
     from moesaic.commands import step_bench
 
     progress("a training step of the demo's model")
+    stack = stack or calibration_stack()
     rank = 16
     network = step_bench._model(step_bench.MODELS["demo"], rank)
     measured: list[tuple[str, list[Any], list[list[float]]]] = []
@@ -317,7 +319,7 @@ def _steps(
             turns.append(stack.calls_ms())
             runs.append(engine_calls_ms(step))
         measured.append((f"demo model, {tokens} tokens, {len(calls)} layers", calls, runs))
-    rates = fit_in_model(model, stack, turns)
+    rates = fit_in_model(model, stack, turns, plan.statistic)
     pairs = []
     for name, calls, runs in measured:
         predicted = 0.0

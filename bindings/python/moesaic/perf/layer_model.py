@@ -191,14 +191,15 @@ class LayerModel:
             phases[outside.phase] = phases.get(outside.phase, 0.0) + ms
             wall += self._alone_ms(ms, outside.tasks)
             busy += ms
-        serial = rates.thread_ms({"slot": sum(rows)})
-        phases["routing"], busy = serial, busy + serial
+        if not backward:
+            serial = rates.thread_ms({"slot": sum(rows)})
+            phases["routing"], busy, wall = serial, busy + serial, wall + serial
         if not self.alone and self.products.fits(shape.weight_bytes):
             # What does not fit the caches finds nothing there in either case.
             factor = rates.in_model_backward if backward else rates.in_model
             phases = {phase: factor * ms for phase, ms in phases.items()}
             wall, busy = factor * wall, factor * busy
-        wall += serial + rates.unit_ms("call_backward" if backward else "call")
+        wall += rates.unit_ms("call_backward" if backward else "call")
         flops, dram = self.limits(shape, rows, backward=backward)
         idle = wall * threads - busy
         return LayerPrediction(wall, phases, idle, shards * len(jobs), shards * schedule.tasks, flops, dram)
@@ -391,25 +392,27 @@ def _in_place(shape: ExpertsShape, rows: Sequence[int], *, backward: bool) -> li
     vector = lanes if shape.experts % lanes == 0 else 2 * lanes
     swept = vector * sum(1 for first in firsts if any(rows[first : first + lanes]))
     found = []
+
+    def add(phase: str, read: int, written: int, dims: int, ranks: int, tasks: int | None) -> None:
+        """So many parameters of a rank that are read, gradients of a rank that are written, elements of a row, and
+        ranks that products for gradients have."""
+        work: Work = {"sweep": rank * read, "sweep_product": count * rank * dims, "sweep_row": count * dims}
+        if backward:  # the gradients of all experts are products of the rows, too
+            work = {
+                "sweep": rank * (read + written),
+                "sweep_product": 2 * count * ranks * dims,
+                "sweep_row": 2 * count * dims,
+            }
+        found.append(_Outside(f"{phase}_lora_backward" if backward else f"{phase}_lora", work, tasks))
+
     for phase, a, matrices, b in (("gate_up", h, 2, i), ("down", i, 1, h)):
-        # Of A each expert is a task, but what is along I is done by its job; of B sweeps of so many features.
+        # Of A each expert is a task, but what is along I is done by its job; of B sweeps of so many features, whose
+        # gradients are products of whole vectors of ranks.
         a_tasks = None if phase == "down" else shape.experts if backward else hit
         b_tasks = matrices * _core.sweeps_in_place(shape.experts, b, rank)
-        for elements, written, products, dims, tasks in (
-            (hit * a, shape.experts * a, rank * a, a, a_tasks),
-            (matrices * swept * b, matrices * vector * len(firsts) * b, matrices * round_up(rank, lanes) * b,
-             matrices * b, b_tasks),
-        ):  # fmt: skip
-            work: Work = {
-                "sweep": rank * elements,
-                "sweep_product": count * rank * dims,
-                "sweep_row": count * dims,
-            }
-            if backward:
-                work["sweep"] += rank * written  # gradients, of all experts
-                work["sweep_product"] = 2 * count * products  # for they are products too; B's by sixteen ranks
-                work["sweep_row"] *= 2
-            found.append(_Outside(f"{phase}_lora_backward" if backward else f"{phase}_lora", work, tasks))
+        add(phase, hit * a, shape.experts * a, a, rank, a_tasks)
+        gradients = matrices * vector * len(firsts) * b
+        add(phase, matrices * swept * b, gradients, matrices * b, round_up(rank, lanes), b_tasks)
     return found
 
 

@@ -168,7 +168,7 @@ class Machine:
     fetch_ns: ByThreads
     """To read a tile that another thread has packed, more than one of a thread's own."""
     product_factor: ByThreads
-    """What computing takes in a product of more than a few rows, over what its steps, L2 and L3 take by themselves."""
+    """What computing takes in a product of cells, over what its steps, L2 and L3 take by themselves."""
     kernels: Mapping[str, Kernels]
 
     @property

@@ -180,12 +180,17 @@ class _Product:
 
 
 def _products(machine: Machine) -> list[_Product]:
+    """Those of `_PRODUCTS` that take longer where computing does: none that the forms for few rows compute."""
+    slower = dataclasses.replace(machine, product_factor={1: 2.0})
     evaluator, far = GemmEvaluator(machine, cache=False), far_weights()
     found = []
     for groups, m, k, n in _PRODUCTS:
         for form, output in (("direct", "fp32"), ("unpack", "bf16")):
             shape = GemmShape(groups=groups, m=m, k=k, n=n, form=form, output=output)
-            configuration = evaluator.evaluate(shape).configuration
+            answer = evaluator.evaluate(shape)
+            configuration = answer.configuration
+            if GemmEvaluator(slower, cache=False).estimate(shape, configuration).milliseconds == answer.milliseconds:
+                continue
             found.append(_Product(shape, configuration, ShapeTimer(evaluator.isa, shape, far)))
     return found
 
@@ -195,7 +200,7 @@ class Measurement:
     whatever others do to the host for longer than a round meets all figures.
 
     One round takes about a second. Rounds may have anything between them. Keeps `far_bytes` of memory for each number
-    of threads that is tried.
+    of threads that is tried, and once more for products.
 
     Args:
         progress: is told what is being measured.
@@ -239,7 +244,7 @@ class Measurement:
                 host.turn(probe, self._found[n], self._rows if n in (1, host.threads) else self._fewest)
             for kernels in self._together.values():
                 kernels.turn()
-            if not self._products and len(self._found[host.threads].uneven) > 1:
+            if host.threads > 1 and not self._products and len(self._found[host.threads].uneven) > 1:
                 self._products = _products(self.machine())
             for product in self._products:
                 product.turn()

@@ -110,13 +110,14 @@ class LayerRates:
         figures = machine.figures(threads)
         pack = 2.0 / figures["pack_gbps"]
         memory = threads / figures["gbps"][3]  # ns of a thread for a byte, while all of them read
+        products = at_threads(machine.product_factor, threads)  # what of it the evaluator's answers hold already
         return LayerRates(
-            direct=1.35,
-            unpack=1.6,
+            direct=1.35 / products,
+            unpack=1.6 / products,
             direct_stream=1.15,
             unpack_stream=1.5,
             cache=1.0,
-            cache_filled=0.2,
+            cache_filled=0.2,  # as pack_job: a 16-core AMX host (docs/PREDICTIONS.md)
             low=4.0,
             low_block=100.0,
             pack=max(1.5 * pack, 2 * memory),
