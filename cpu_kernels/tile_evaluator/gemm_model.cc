@@ -531,7 +531,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   const std::array<double, 3> powers = {
       beside.Power(busy), unit ? 0.0 : beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])), beside.Power(l3 - waited)};
   const double sum = powers[0] + powers[1] + powers[2];
-  const double computing = (cost.few ? 1.0 : machine.product_factor) * (beside.Root(sum) + waited);
+  const double by_itself = beside.Root(sum) + waited, computing = (cost.few ? 1.0 : machine.product_factor) * by_itself;
   double memory_share = 0, unpack_share = 0, computing_share = computing;
   if (unpack_first) {
     const Together way(unpack, memory, Overlap(kUnpackOverlap), Overlap(1), cost.unfetched);
@@ -546,7 +546,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   TaskTime time;
   time.ms = computing_share + memory_share + unpack_share + storing + fetching;
   if (sum <= 0) return time;
-  const double beside_products = computing_share * (1 - waited / (beside.Root(sum) + waited));
+  const double beside_products = computing_share * (1 - waited / by_itself);
   const auto share = [&](std::size_t i) { return beside_products * powers[i] / sum; };
   // What the cells take: the ceiling's time for the flops that count, what edges add, and the rest, which is L1.
   const double least = flops / (machine.compute_gflops / threads) * kNsToMs;

@@ -353,6 +353,9 @@ def test_layers_inside_of_a_model() -> None:
     found = fit_in_model(LayerModel(told.products, rates), stack, turns)
     assert found.in_model == pytest.approx(1.25) and found.in_model_backward == pytest.approx(1.5)
     assert replace(found, in_model=1.0, in_model_backward=1.0) == rates
+    # What a call costs was found to be more than a small layer takes: nothing to tell a factor from.
+    slow = LayerModel(told.products, replace(rates, call=900.0, call_backward=900.0))
+    assert fit_in_model(slow, stack, [([0.3] * 16, [0.2] * 2)]) == slow.rates
 
 
 def test_a_stack_runs_as_a_training_step_does() -> None:

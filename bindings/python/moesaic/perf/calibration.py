@@ -267,7 +267,7 @@ def fit_in_model(
 ) -> LayerRates:
     """The rates with `in_model` and `in_model_backward`: a layer of the stack takes so many times as long in a step as
     alone, beyond what the model makes of weights in a cache that other layers fill as well. What a call costs besides
-    is the same in both. 1 where a layer of the stack does not fit that cache.
+    is the same in both. 1 where a layer of the stack does not fit that cache, or takes no longer than that.
 
     Args:
         model: with all other rates fitted.
@@ -281,14 +281,16 @@ def fit_in_model(
     of_stack = LayerModel(model.products.with_resident(shape.weight_bytes * count), rates)
     of_one = alone(LayerModel(model.products, rates), shape, stack.rows[0])
     in_step, by_itself = ([statistic(call) for call in zip(*some, strict=True)] for some in zip(*turns, strict=True))
-    found = {}
+    found: dict[str, float] = {}
     for way, suffix in enumerate(("", "_backward")):
         call, python = rates.unit_ms(f"call{suffix}"), rates.unit_ms(f"python{suffix}")
         predict, predict_one = ((m.backward if way else m.forward) for m in (of_stack, of_one))
         expected = sum(predict(shape, rows).milliseconds - call for rows in stack.rows)
         expected /= predict_one(shape, stack.rows[0]).milliseconds - call
         measured = sum(ms - (call - python) for ms in in_step[way * count : (way + 1) * count])
-        found[f"in_model{suffix}"] = measured / (by_itself[way] - (call - python)) / expected
+        one_ms = by_itself[way] - (call - python)
+        if min(measured, one_ms) > 0.0:
+            found[f"in_model{suffix}"] = measured / one_ms / expected
     return replace(rates, **found)
 
 

@@ -149,7 +149,7 @@ def run_check(threads: int, plan: CheckPlan, progress: Callable[[str], None]) ->
         held = measured[fitted:]
         if rates is None:
             rates = fit(start, measured[:fitted])
-            stack = stack or calibration_stack()
+            stack = calibration_stack()
             turns = [stack.calls_ms() for _ in range(plan.repetitions + 1)][1:]
             rates = fit_in_model(LayerModel(start.products, rates), stack, turns, plan.statistic)
             try:

@@ -189,7 +189,7 @@ class LayerModel:
         for outside in _outside_jobs(shape, rows, threads, shards, backward=backward, in_place=in_place):
             ms = rates.thread_ms(outside.work)
             phases[outside.phase] = phases.get(outside.phase, 0.0) + ms
-            wall += self._alone_ms(ms, outside.tasks)
+            wall += self._outside_ms(ms, outside.tasks)
             busy += ms
         if not backward:
             serial = rates.thread_ms({"slot": sum(rows)})
@@ -204,7 +204,7 @@ class LayerModel:
         idle = wall * threads - busy
         return LayerPrediction(wall, phases, idle, shards * len(jobs), shards * schedule.tasks, flops, dram)
 
-    def _alone_ms(self, ms: float, tasks: int | None) -> float:
+    def _outside_ms(self, ms: float, tasks: int | None) -> float:
         """Milliseconds in which all threads do so many equal tasks, before anything else begins."""
         if tasks is None:
             return ms / self.threads

@@ -337,7 +337,7 @@ class Measurement:
         """The machine with the factor with which the model says best what the products took."""
         measured = [(one, statistics.median(one.milliseconds)) for one in self._products if one.milliseconds]
         everyone = self._host.threads
-        if not measured or everyone == 1:
+        if not measured:
             return machine
 
         def fitted(factor: float) -> tuple[Machine, float]:
