@@ -366,8 +366,8 @@ def test_a_stack_runs_as_a_training_step_does() -> None:
     gradient = stack._adapters[2].down.a.grad
     assert gradient is not None and gradient.abs().sum() > 0
     before = gradient.clone()
-    stack.step()
-    assert torch.allclose(stack._adapters[2].down.a.grad, 2 * before, rtol=1e-5)
+    stack.step()  # the third one
+    assert torch.allclose(stack._adapters[2].down.a.grad, 1.5 * before, rtol=1e-5)
 
 
 def test_no_factor_from_a_stack_that_is_larger_than_the_cache() -> None:

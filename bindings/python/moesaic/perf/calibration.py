@@ -240,7 +240,8 @@ class LayerStack:
 
     def calls_ms(self) -> tuple[list[float], list[float]]:
         """Milliseconds of the engine in each call of a step, all forwards, then all backwards; and of a forward and a
-        backward of the first layer alone, the second time one follows the other."""
+        backward of the first layer alone: each the second time, behind one of its own."""
+        self.step()
         of_step = engine_calls_ms(self.step)
         self._alone.call()
         return of_step, engine_calls_ms(self._alone.call)
