@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Iterable
 
-from moesaic.perf.garbage import NoCollections
 from moesaic.perf.gemm_evaluator import GemmEvaluator
 from moesaic.perf.shapes import GemmShape
 
@@ -39,7 +38,7 @@ def prewarm(evaluator: GemmEvaluator, shapes: Iterable[GemmShape], progress: boo
     before = evaluator.candidates
     misses = sum(not evaluator.known(shape) for shape in different)
     start = time.perf_counter()
-    with NoCollections(), evaluator.uncounted():
+    with evaluator.uncounted():
         if progress:
             _with_bar(evaluator, different)
         else:

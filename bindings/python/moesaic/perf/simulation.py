@@ -12,7 +12,6 @@ from typing import Any, Literal
 from moesaic.perf.communication import Topology
 from moesaic.perf.fields import one_of, whole
 from moesaic.perf.footprint import adapter_parameters, memory_bytes
-from moesaic.perf.garbage import NoCollections
 from moesaic.perf.gemm_evaluator import GemmEvaluator
 from moesaic.perf.inference import Inference
 from moesaic.perf.layer_model import LayerModel, ShapeLayers
@@ -186,17 +185,16 @@ def run_simulation(
         OSError: a file cannot be read.
     """
     begin = time.perf_counter()
-    with NoCollections():
-        run = Simulation(
-            topology,
-            model if isinstance(model, TransformerConfig) else TransformerConfig.load(model),
-            inference,
-            parallelism or Parallelism(),
-            _evaluator_of(hardware),
-            config or SimulationConfig(),
-            rates,
-        )
-        return run.result(begin)
+    run = Simulation(
+        topology,
+        model if isinstance(model, TransformerConfig) else TransformerConfig.load(model),
+        inference,
+        parallelism or Parallelism(),
+        _evaluator_of(hardware),
+        config or SimulationConfig(),
+        rates,
+    )
+    return run.result(begin)
 
 
 def _evaluator_of(hardware: Machine | GemmEvaluator | str | os.PathLike[str]) -> GemmEvaluator:
