@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+import moesaic
 import moesaic.perf as perf
 from moesaic.cli import main
+from moesaic.commands import step_bench
 from moesaic.perf import calibration, check
 from moesaic.perf.calibration import LayerCase
 from moesaic.perf.layer_model import ExpertsShape
@@ -169,24 +171,16 @@ def test_files_that_cannot_be_had(config: Path, tmp_path: Path, capsys: pytest.C
     assert len(errors) == 3 and "dram_gbps is missing" in errors[2]
 
 
-def test_check_compares_what_it_runs(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a description that is not this host's, with small layers: the machinery, not the bars."""
-    import dataclasses
-
-    import moesaic
-
+@pytest.fixture
+def described(config: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[perf.Machine, list[int]]:
+    """What two threads of this host are taken to be, in the place of what Measurement says; its rounds."""
     moesaic.set_num_threads(2)
-    machine = dataclasses.replace(perf.Machine.named("zen5-2c"), isa=moesaic.isa(), l3_bytes=1 << 16)
+    machine = replace(perf.Machine.named("zen5-2c"), isa=moesaic.isa(), l3_bytes=1 << 16)
     if machine.isa not in machine.kernels:
-        kernels = next(iter(machine.kernels.values()))
-        machine = dataclasses.replace(machine, kernels={machine.isa: kernels})
+        machine = replace(machine, kernels={machine.isa: next(iter(machine.kernels.values()))})
     rounds: list[int] = []
 
     class Described:
-        """In the place of Measurement: says what was described, without measuring."""
-
         def __init__(self, progress: object) -> None: ...
 
         def forget(self) -> None:
@@ -199,6 +193,14 @@ def test_check_compares_what_it_runs(
             return machine
 
     monkeypatch.setattr(check, "Measurement", Described)
+    return machine, rounds
+
+
+def test_check_compares_what_it_runs(
+    described: tuple[perf.Machine, list[int]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a description that is not this host's, with small layers: the machinery, not the bars."""
+    machine, rounds = described
     small = (LayerCase(ExpertsShape(4, 64, 96, 2, 8), 24), LayerCase(ExpertsShape(4, 96, 64, 2, 0), 40, "zipf"))
     monkeypatch.setattr(check, "calibration_cases", lambda l3_bytes: small)
     shapes = [perf.GemmShape(m=3, k=256, n=128, output="fp32"), perf.GemmShape(groups=2, m=20, k=128, n=96)]
@@ -227,7 +229,7 @@ def test_check_compares_what_it_runs(
     assert len(everything["pairs"]) == 2 and everything["left_out"] == {} and everything["disturbed"]
     # But of layers the least of many disturbed runs is taken where the least is asked for.
     layers = [replace(one, undisturbed=False) for one in calibration.measure_layers(small, 1)]
-    monkeypatch.setattr(check, "measure_layers", lambda *arguments: layers)
+    monkeypatch.setattr(check, "measure_layers", lambda *arguments, **named: layers)
     some = ["predict", "--check", "--json", "--only", "layer"]
     main(some)
     assert len(json.loads(capsys.readouterr().out)["left_out"]) == len(small)
@@ -237,6 +239,31 @@ def test_check_compares_what_it_runs(
     # The rates are kept, and used by the next prediction for this machine.
     assert document["rates"] is not None
     kept = perf.LayerRates.of(machine, 2)
+    assert {name: getattr(kept, name) for name in perf.LayerRates.names()} == document["rates"]
+
+
+def test_steps_take_turns_with_layers(
+    described: tuple[perf.Machine, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    monkeypatch.setitem(step_bench.MODELS, "demo", step_bench.MODELS["tiny"])
+    small = (LayerCase(ExpertsShape(4, 64, 96, 2, 8), 24),)
+    monkeypatch.setattr(check, "calibration_cases", lambda l3_bytes: small)
+    monkeypatch.setattr(check, "layer_cases", lambda *, full: ())
+    monkeypatch.setattr(check, "calibration_stack", lambda: calibration.LayerStack(small[0].shape, 12, 2))
+    told: list[str] = []
+    plan = check.CheckPlan(repetitions=4, recalibrate=True, parts=("layer", "step"), seconds=1.0, disturbed=True)
+    document = check.run_check(2, plan, told.append)
+    assert [row["group"] for row in document["summary"]] == ["step"] and document["left_out"] == {}
+    for pair, tokens in zip(document["pairs"], (512, 192), strict=True):
+        assert pair["name"] == f"demo model, {tokens} tokens, 2 layers"
+        assert pair["measured_ms"] > 0 and pair["predicted_ms"] > 0 and pair["spread"] >= 1
+    turns = [text.split(":")[0] for text in told if text.startswith("turn")]
+    assert turns == [f"turn {turn} of 4" for turn in (1, 1, 2, 2, 3, 3, 4, 4)]  # a layer, then the steps
+    assert sum("steps" in text for text in told) == 4
+    # What is kept is what the steps' turns said.
+    kept = perf.LayerRates.of(described[0], 2)
     assert {name: getattr(kept, name) for name in perf.LayerRates.names()} == document["rates"]
 
 

@@ -43,7 +43,7 @@ Statistic = Callable[[Sequence[float]], float]
 _PRIOR_WEIGHT = 0.03  # against the relative error of one group of phases in one case
 MOST_SECONDS = 12.0
 """For the repetitions of a case, if one is done in each turn."""
-_TURNS = 4
+TURNS = 4
 """In which the repetitions of all cases are made."""
 
 
@@ -302,9 +302,10 @@ def measure_layers(
     undisturbed: Callable[[], bool] = lambda: True,
     seconds: float = MOST_SECONDS,
     progress: Callable[[str], None] = lambda text: None,
+    after_turn: Callable[[], None] = lambda: None,
 ) -> list[MeasuredLayer]:
-    """Runs forward and backward of all cases, in a few turns: what others do to the caches and to the memory for a
-    minute then meets all of them, those that rates are fitted to and those that predictions are held against.
+    """Runs forward and backward of all cases, in a few turns, `TURNS`: what others do to the caches and to the memory
+    for a minute then meets all of them, those that rates are fitted to and those that predictions are held against.
 
     Args:
         cases: what is run. All of their weights are in memory at a time, those of the same sizes once.
@@ -314,6 +315,7 @@ def measure_layers(
             made again; where they all are, they count for want of better ones.
         seconds: for a case's repetitions, timed and profiled ones each, if a few are done.
         progress: is told which case is run.
+        after_turn: whatever else is to be measured in the same minutes.
     """
     layers: dict[tuple[int, int, int], moesaic.ExpertsLayer] = {}
     runs = []
@@ -322,12 +324,13 @@ def measure_layers(
         runs.append(make_run(case, layers))
     timed = [_Repeated(run.call, repetitions) for run in runs]
     profiled = [_Repeated(run.profiled, repetitions) for run in runs]
-    for turn in range(_TURNS):
+    for turn in range(TURNS):
         for run, times, phases in zip(runs, timed, profiled, strict=True):
-            progress(f"turn {turn + 1} of {_TURNS}: {run.case}")
+            progress(f"turn {turn + 1} of {TURNS}: {run.case}")
             run.call()  # its weights come where they are from call to call
             for some in (times, phases):
-                some.turn(turn, undisturbed, seconds / _TURNS)
+                some.turn(turn, undisturbed, seconds / TURNS)
+        after_turn()
     return [_measured(run, statistic, times, phases) for run, times, phases in zip(runs, timed, profiled, strict=True)]
 
 
@@ -376,7 +379,7 @@ class _Repeated(Generic[T]):
 
     def turn(self, turn: int, undisturbed: Callable[[], bool], seconds: float) -> None:
         """Runs until the turn's share of the repetitions is there, or so many seconds are over."""
-        wanted = ceil_div(self._repetitions * (turn + 1), _TURNS)
+        wanted = ceil_div(self._repetitions * (turn + 1), TURNS)
         until = time.perf_counter() + seconds
         before, first = undisturbed(), True
         while len(self.undisturbed) < wanted and (first or time.perf_counter() < until):

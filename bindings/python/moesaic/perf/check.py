@@ -10,8 +10,8 @@ from typing import Any
 
 from moesaic.perf.calibration import (
     MOST_SECONDS,
+    TURNS,
     LayerCase,
-    LayerStack,
     MeasuredLayer,
     Statistic,
     alone,
@@ -127,8 +127,6 @@ def run_check(threads: int, plan: CheckPlan, progress: Callable[[str], None]) ->
     pairs: list[Pair] = []
     left_out: dict[str, str] = {}
     rates: LayerRates | None = None
-    stack: LayerStack | None = None
-    held: list[MeasuredLayer] = []
     quiet = (lambda: True) if plan.disturbed else sentinel(machine)
     if "gemm" in plan.parts:
         pairs, machine = _gemms(machine, threads, measurement, plan, quiet, progress)
@@ -137,38 +135,48 @@ def run_check(threads: int, plan: CheckPlan, progress: Callable[[str], None]) ->
             left_out["gemm"] = f"{missing} of {len(gemm_shapes())} shapes: {_DISTURBED}"
     del measurement  # and its memory
     evaluator = GemmEvaluator(machine, threads)
-    start = LayerModel(Products(evaluator), LayerRates.derived(machine, threads))
-    path = rates_path(machine, threads)
     if "layer" in plan.parts or "step" in plan.parts:
+        steps: _Steps | None = None
+        if "step" in plan.parts:
+            try:
+                steps = _Steps(plan, progress)
+            except ImportError as error:
+                left_out["step"] = f"transformers or PEFT is missing: {error}"
+        start = LayerModel(Products(evaluator), LayerRates.derived(machine, threads))
+        path = rates_path(machine, threads)
         rates = None if plan.recalibrate else _kept(path)
-        cases = list(calibration_cases(machine.l3_bytes)) if rates is None else []
+        new = rates is None
+        cases = list(calibration_cases(machine.l3_bytes)) if new else []
         fitted = len(cases)
         if "layer" in plan.parts:
             cases += layer_cases(full=plan.full)
-        measured = measure_layers(cases, plan.repetitions, plan.statistic, quiet, plan.seconds, progress)
-        held = measured[fitted:]
+        measured = measure_layers(
+            cases,
+            plan.repetitions,
+            plan.statistic,
+            quiet,
+            plan.seconds,
+            progress,
+            after_turn=steps.turn if steps is not None else lambda: None,
+        )
         if rates is None:
             rates = fit(start, measured[:fitted])
-            stack = calibration_stack()
-            turns = [stack.calls_ms() for _ in range(plan.repetitions + 1)][1:]
-            rates = fit_in_model(LayerModel(start.products, rates), stack, turns, plan.statistic)
+        model = LayerModel(start.products, rates)
+        if new or steps is not None:
+            rates = steps.fit_in_model(model) if steps is not None else _fit_in_model(model, plan)
+            model = LayerModel(start.products, rates)
+        if new:
             try:
                 rates.save(path)
             except OSError as error:
                 left_out["keeping the rates"] = str(error)
-    if rates is not None:
-        model = LayerModel(start.products, rates)
-        for one in held:
+        for one in measured[fitted:]:
             if one.undisturbed or plan.statistic is min:
                 pairs += _layer(model, one)
             else:
                 left_out[str(one.case)] = _DISTURBED
-        if "step" in plan.parts:
-            try:
-                of_steps, rates = _steps(model, stack, plan, progress)
-                pairs += of_steps
-            except ImportError as error:
-                left_out["step"] = f"transformers or PEFT is missing: {error}"
+        if steps is not None:
+            pairs += steps.pairs(model)
     return {
         "schema": SCHEMA,
         "machine": {"name": machine.name, "cpu": machine.cpu, "isa": machine.isa, "identity": machine.identity},
@@ -285,53 +293,79 @@ def _layer(model: LayerModel, measured: MeasuredLayer) -> list[Pair]:
     ]
 
 
-def _steps(
-    model: LayerModel, stack: LayerStack | None, plan: CheckPlan, progress: Callable[[str], None]
-) -> tuple[list[Pair], LayerRates]:
+def _fit_in_model(model: LayerModel, plan: CheckPlan) -> LayerRates:
+    """`in_model` where no step is run."""
+    stack = calibration_stack()
+    turns = [stack.calls_ms() for _ in range(plan.repetitions)]
+    return fit_in_model(model, stack, turns, plan.statistic)
+
+
+class _Steps:
     """The experts inside of training steps of the model of `make demo`, through transformers and PEFT: each call of the
     engine by the statistic of its own repetitions, for nobody leaves a host alone during a whole step. A stack of
-    layers runs in turn with them, which `in_model` is fitted to anew."""
-    import peft  # noqa: F401
-    import torch
-    import transformers  # noqa: F401
+    layers runs in turn with them, which `in_model` is fitted to.
 
-    from moesaic.commands import step_bench
+    Raises:
+        ImportError: transformers or PEFT is missing.
+    """
 
-    progress("a training step of the demo's model")
-    stack = stack or calibration_stack()
-    rank = 16
-    network = step_bench._model(step_bench.MODELS["demo"], rank)
-    measured: list[tuple[str, list[Any], list[list[float]]]] = []
-    turns = []
-    stack.calls_ms()
-    for tokens in (512, 192):
-        ids = torch.randint(4096, (1, tokens), generator=torch.Generator().manual_seed(0))
+    _RANK = 16
 
-        def step(ids: torch.Tensor = ids) -> None:
-            network(input_ids=ids, labels=ids).loss.backward()
+    def __init__(self, plan: CheckPlan, progress: Callable[[str], None]) -> None:
+        import peft  # noqa: F401
+        import torch
+        import transformers  # noqa: F401
 
-        step()
-        calls: list[Any] = []
-        with step_bench._replaced_experts(step_bench._recorder(calls)):
+        from moesaic.commands import step_bench
+
+        progress("a training step of the demo's model")
+        self._plan, self._progress, self._turn = plan, progress, 0
+        network = step_bench._model(step_bench.MODELS["demo"], self._RANK)
+        self._stack = calibration_stack()
+        self._of_stack: list[tuple[list[float], list[float]]] = []
+        self._measured: list[tuple[str, list[Any], Callable[[], None], list[list[float]]]] = []
+        for tokens in (512, 192):
+            ids = torch.randint(4096, (1, tokens), generator=torch.Generator().manual_seed(0))
+
+            def step(ids: torch.Tensor = ids) -> None:
+                network(input_ids=ids, labels=ids).loss.backward()
+
             step()
-        runs = []
-        for _ in range(plan.repetitions):
-            turns.append(stack.calls_ms())
-            step()  # fills the caches as the step before does in a training
-            runs.append(engine_calls_ms(step))
-        measured.append((f"demo model, {tokens} tokens, {len(calls)} layers", calls, runs))
-    rates = fit_in_model(model, stack, turns, plan.statistic)
-    pairs = []
-    for name, calls, runs in measured:
-        predicted = 0.0
-        for call in calls:
-            layer = call.layer
-            shape = ExpertsShape(layer.num_experts, layer.hidden_size, layer.intermediate_size, call.ids.shape[1], rank)
-            rows = torch.bincount(call.ids.flatten(), minlength=shape.experts).tolist()
-            of_step = LayerModel(model.products.with_resident(shape.weight_bytes * len(calls)), rates)
-            predicted += of_step.forward(shape, rows).milliseconds - rates.unit_ms("python")
-            predicted += of_step.backward(shape, rows).milliseconds - rates.unit_ms("python_backward")
-        of_calls = list(zip(*runs, strict=True))
-        spread = sum(map(statistics.median, of_calls)) / sum(map(min, of_calls))
-        pairs.append(Pair("step", name, predicted, sum(map(plan.statistic, of_calls)), spread))
-    return pairs, rates
+            calls: list[Any] = []
+            with step_bench._replaced_experts(step_bench._recorder(calls)):
+                step()
+            self._measured.append((f"demo model, {tokens} tokens, {len(calls)} layers", calls, step, []))
+
+    def turn(self) -> None:
+        """A share of the repetitions, the same in each of so many turns."""
+        self._turn += 1
+        self._progress(f"turn {self._turn} of {TURNS}: training steps of the demo's model")
+        for _, _, step, runs in self._measured:
+            while len(runs) * TURNS < self._plan.repetitions * self._turn:
+                self._of_stack.append(self._stack.calls_ms())
+                step()  # fills the caches as the step before does in a training
+                runs.append(engine_calls_ms(step))
+
+    def fit_in_model(self, model: LayerModel) -> LayerRates:
+        """The model's rates with `in_model` of the same minutes."""
+        return fit_in_model(model, self._stack, self._of_stack, self._plan.statistic)
+
+    def pairs(self, model: LayerModel) -> list[Pair]:
+        """The experts' part of each step."""
+        import torch
+
+        pairs = []
+        for name, calls, _, runs in self._measured:
+            predicted = 0.0
+            for call in calls:
+                layer = call.layer
+                sizes = (layer.num_experts, layer.hidden_size, layer.intermediate_size)
+                shape = ExpertsShape(*sizes, call.ids.shape[1], self._RANK)
+                rows = torch.bincount(call.ids.flatten(), minlength=shape.experts).tolist()
+                of_step = LayerModel(model.products.with_resident(shape.weight_bytes * len(calls)), model.rates)
+                predicted += of_step.forward(shape, rows).milliseconds - model.rates.unit_ms("python")
+                predicted += of_step.backward(shape, rows).milliseconds - model.rates.unit_ms("python_backward")
+            of_calls = list(zip(*runs, strict=True))
+            spread = sum(map(statistics.median, of_calls)) / sum(map(min, of_calls))
+            pairs.append(Pair("step", name, predicted, sum(map(self._plan.statistic, of_calls)), spread))
+        return pairs
