@@ -58,6 +58,17 @@ def test_tasks_of_the_last_columns_come_last():
     )
 
 
+def test_half_of_a_mean_task_is_waited_for_where_threads_are_unlike():
+    machine = dataclasses.replace(Machine.named("emr-16c"), uneven={1: 1.0, 16: 1.5})
+    shape = GemmShape(m=21 * 192, k=768, n=512, form="direct", packed=True)
+    configuration = (192, 512, 192, 512, 768, "columns")
+    # 21 whole tasks, and the same with a small one behind them: that it is the last one changes little.
+    whole, more = (
+        _milliseconds(machine, dataclasses.replace(shape, m=rows), 16, *configuration) for rows in (4032, 4048)
+    )
+    assert whole < more < 1.05 * whole
+
+
 def test_few_tasks_have_more_of_the_memory_each():
     machine = Machine.named("emr-16c")
     kernels = machine.kernels["amx_bf16"]

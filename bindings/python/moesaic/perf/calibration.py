@@ -240,7 +240,8 @@ class LayerStack:
 
     def calls_ms(self) -> tuple[list[float], list[float]]:
         """Milliseconds of the engine in each call of a step, all forwards, then all backwards; and of a forward and a
-        backward of the first layer alone: each the second time, behind one of its own."""
+        backward of the first layer alone. Both run twice, and the second time counts: the caches hold what they do
+        from step to step."""
         self.step()
         of_step = engine_calls_ms(self.step)
         self._alone.call()

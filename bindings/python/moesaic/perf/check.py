@@ -337,7 +337,7 @@ class _Steps:
             self._measured.append((f"demo model, {tokens} tokens, {len(calls)} layers", calls, step, []))
 
     def turn(self) -> None:
-        """A share of the repetitions, the same in each of so many turns."""
+        """So many of the repetitions that they are spread evenly over the turns."""
         self._turn += 1
         self._progress(f"turn {self._turn} of {TURNS}: training steps of the demo's model")
         for _, _, step, runs in self._measured:
