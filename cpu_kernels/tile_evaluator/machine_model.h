@@ -63,7 +63,8 @@ struct MachineModel {
   /// To pack a tile that all threads have read, that a quarter of them have (ReadersOfQuarter), or that another one has packed:
   /// more than one that was the packing thread's own.
   double claim_ns = 0, claim_few_ns = 0, claim_one_ns = 0;
-  /// To read a tile that another thread has packed, more than one of a thread's own; and the rows of a tile that is packed.
+  /// To read a tile that another thread has packed, more than one of a thread's own; and to read the rows of one that is
+  /// packed.
   double fetch_ns = 0;
   /// What computing takes in a product of cells, over what its steps, L2 and L3 take by themselves.
   double product_factor = 1;

@@ -166,7 +166,8 @@ class Machine:
     claim_one_ns: ByThreads
     """To pack one that another thread has packed and none has read."""
     fetch_ns: ByThreads
-    """To read a tile that another thread has packed, more than one of a thread's own; and rows to pack one of."""
+    """To read a tile that another thread has packed, more than one of a thread's own; and to read the rows that
+    become one."""
     product_factor: ByThreads
     """What computing takes in a product of cells, over what its steps, L2 and L3 take by themselves."""
     kernels: Mapping[str, Kernels]
