@@ -81,9 +81,6 @@ constexpr double kLaysOut = 0.06;
 /// 121, 127, 140; with 32 rows 316, 321, 325, 325, 336, 355; with weights in L3 the same up to 2,560.) What nothing prefetches,
 /// a matrix unit waits for in the same way.
 constexpr double kLostAtATime = 10;
-/// Latencies of the memory that a matrix unit's task of few rows takes until its prefetches run ahead. (AMX, 16 threads,
-/// tasks that read 0.2 to 0.9 MB: 2.5 to 4.6 us longer than at the rate of a stream, at a latency of 115 ns.)
-constexpr double kRampUp = 25;
 
 /// What a tile takes from L2 in calls of a matrix unit that take no slices, where both factors come from there and do not pass
 /// L1, of what it takes in slices. (AMX, 5 x 104 x 1,792 x 1,280: 1,860 us in calls of 32 rows, 1,240 in calls of all.)
@@ -319,7 +316,6 @@ class TaskCounter {
     const double line_ns = m_.latency_ns[3] / kLostAtATime;
     const std::int64_t column_calls = CeilDiv(task.columns, call_columns);
     const bool unit = m_.kernel.unpack_overlaps;
-    const double ramp_up = cost.once ? kRampUp * m_.latency_ns[3] : 0.0;
     if (p_.form == GemmForm::kUnpack && !unit) {
       const double share = Product(kTileColumns, depth, p_.weight_bytes) / static_cast<double>(m_.cache_bytes[1]);
       return (1 - cost.unfetched) * Lines(task.columns, p_.k) * std::min(share, 1.0) * line_ns;
@@ -327,14 +323,14 @@ class TaskCounter {
     // Nothing is unpacked or computed beside the first part of a call: a slice of a column, or what a stream is ahead.
     if (p_.form == GemmForm::kUnpack) {
       const double calls = static_cast<double>(row_calls * column_calls);
-      return ramp_up + calls * Lines(kTileColumns, std::min(call_depth, kRightTiles * kTileColumns)) * line_ns;
+      return calls * Lines(kTileColumns, std::min(call_depth, kRightTiles * kTileColumns)) * line_ns;
     }
     // Nor beside the first piece of a task, or of each call whose weights no other call prefetches.
     if (p_.form == GemmForm::kDirect && unit && !cost.once) {
       const std::int64_t piece = std::min(call_columns, m_.kernel.left_panels * kPanelRows);
       return Begins(call_columns, column_calls) * Lines(piece, depth) * line_ns;
     }
-    return ramp_up;
+    return 0;
   }
 
   /// Share of a task's weights that nothing prefetches.

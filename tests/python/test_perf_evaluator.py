@@ -69,19 +69,6 @@ def test_half_of_a_mean_task_is_waited_for_where_threads_are_unlike():
     assert whole < more < 1.05 * whole
 
 
-@pytest.mark.parametrize("rows", [16, 32])
-def test_a_task_of_few_rows_begins_slowly(rows):
-    near = dataclasses.replace(Machine.named("emr-16c"), uneven={1: 1.0})
-    far = dataclasses.replace(near, dram_ns=near.dram_ns + 100.0)
-    shape = GemmShape(m=rows, k=2048, n=16 * 128, form="direct", packed=True)
-    configuration = (rows, 128, rows, 128, 2048, "columns")
-    begins = 25 * 100e-6
-    one, other = (_milliseconds(machine, shape, 16, *configuration) for machine in (near, far))
-    assert 0.9 * begins <= other - one <= begins * (1 + 1e-9)  # less where it is beside the products
-    cached = dataclasses.replace(shape, cached=True)
-    assert _milliseconds(near, cached, 16, *configuration) == _milliseconds(far, cached, 16, *configuration)
-
-
 def test_few_tasks_have_more_of_the_memory_each():
     machine = Machine.named("emr-16c")
     kernels = machine.kernels["amx_bf16"]
