@@ -8,7 +8,7 @@ import torch
 
 import moesaic
 from moesaic import cli
-from moesaic.commands import step_bench
+from moesaic.commands import step_bench, training_step
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -44,16 +44,16 @@ def test_for_people(capsys):
 
 
 def test_calls_alone_are_those_of_the_step():
-    model = step_bench._model(step_bench.MODELS["tiny"], 2)
+    model = training_step._model(training_step.MODELS["tiny"], 2)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
     ids = torch.arange(12)[None]
     model(input_ids=ids, labels=ids).loss.backward()
     whole = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    calls: list[step_bench._RecordedCall] = []
+    calls: list[training_step.RecordedCall] = []
     model.zero_grad()
-    with step_bench._replaced_experts(step_bench._recorder(calls)):
+    with training_step.replaced_experts(training_step._recorder(calls)):
         model(input_ids=ids, labels=ids).loss.backward()
     for name, parameter in model.named_parameters():
         if name in whole:
@@ -71,13 +71,26 @@ def test_calls_alone_are_those_of_the_step():
 
     # Experts that compute nothing: every parameter still gets a gradient, those of the experts' adapters zeros.
     model.zero_grad()
-    with step_bench._replaced_experts(step_bench._nothing_computed()):
+    with training_step.replaced_experts(step_bench._nothing_computed()):
         model(input_ids=ids, labels=ids).loss.backward()
     assert {name for name, p in model.named_parameters() if p.grad is not None} == set(whole)
     assert all((p.grad == 0).all() for n, p in model.named_parameters() if "experts" in n and "lora" in n)
     model.zero_grad()
     model(input_ids=ids, labels=ids).loss.backward()  # the engine is back
     assert torch.equal(a.grad, whole[next(n for n in whole if "layers.0" in n and "experts" in n and "lora_A" in n)])
+
+
+def test_a_step_and_its_calls_alone():
+    step = training_step.TrainingStep(training_step.MODELS["tiny"], 12, 2)
+    assert [call.hidden.shape[0] for call in step.calls] == [12, 12] and step.calls[0].layer is not step.calls[1].layer
+    gradient = next(p.grad for n, p in step.model.named_parameters() if "experts" in n and "lora_B" in n)
+    assert gradient is not None and gradient.abs().sum() > 0
+    twice = gradient.clone()  # of the first step and the recorded one
+    inside = training_step.engine_calls_ms(step.run)
+    assert len(inside) == 4 and min(inside) > 0
+    assert torch.allclose(gradient, 1.5 * twice, rtol=1e-2)
+    alone = training_step.engine_calls_ms(step.run_alone)
+    assert len(alone) == 4 and min(alone) > 0
 
 
 def test_without_transformers(capsys, monkeypatch):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import moesaic
 from moesaic import _core, perf
 from moesaic.perf import GemmEvaluator, GemmShape, Machine, timing
+from moesaic.perf.gemm_evaluator import Configuration
 from moesaic.perf.timing import ShapeTimer
 
 DEEPSEEK_V3 = {
@@ -88,6 +89,23 @@ def test_few_tasks_have_more_of_the_memory_each():
 
 
 # ---- shapes ----
+
+
+def test_tasks_of_few_rows_that_share_weights_each_read_them_from_memory():
+    evaluator = GemmEvaluator(Machine.named("emr-16c"), 16, cache=False)
+    shape = GemmShape(groups=8, m=48, k=1024, n=1024, form="unpack")
+    of_all = Configuration("unpack", 48, 512, 48, 512, 256, "columns")  # 16 tasks
+    of_few = dataclasses.replace(of_all, task_rows=32, call_rows=32)  # twice as many, two of each column
+    traffic = [evaluator.estimate(shape, some).parts["dram"] for some in (of_all, of_few)]
+    assert traffic[1] > 1.5 * traffic[0]
+    # Where the last-level cache has them, and where all threads read the same, at most the first waits for memory.
+    cached = dataclasses.replace(shape, cached=True)
+    assert evaluator.estimate(cached, of_few).parts["dram"] < 0.5 * traffic[1]
+    one = GemmShape(m=640, k=1024, n=512, form="unpack")
+    by_chunks = {
+        rows: evaluator.estimate(dataclasses.replace(one, m=rows), of_few).parts["dram"] for rows in (480, 512)
+    }  # 15 chunks, and 16
+    assert by_chunks[480] > 5 * by_chunks[512]
 
 
 def test_shapes_of_deepseek_v3():

@@ -6,7 +6,6 @@ import itertools
 import math
 import platform
 import re
-import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from moesaic.perf.calibration import (
     _TIMERS,
     LayerCase,
     LayerRun,
-    LayerStack,
     MeasuredLayer,
     _weighted_median,
     alone,
@@ -343,38 +341,26 @@ def test_layers_inside_of_a_model() -> None:
         large = replace(shape, experts=2400)
         times = [getattr(LayerModel(products, some), way)(large, rows * 100).milliseconds for some in (rates, slower)]
         assert times[0] == times[1]
-    # Times of a stack that has these factors, of which the second repetition is disturbed.
-    stack = types.SimpleNamespace(shape=shape, count=8, rows=[rows] * 8)
-    inside, by_itself = LayerModel(products, slower), alone(LayerModel(products, rates), shape, rows)
-    in_step = [inside.forward(shape, rows).milliseconds - 0.05] * 8
-    in_step += [inside.backward(shape, rows).milliseconds - 0.04] * 8
-    one_ms = [by_itself.forward(shape, rows).milliseconds - 0.05, by_itself.backward(shape, rows).milliseconds - 0.04]
-    turns = [(in_step, one_ms), ([9.0] * 16, [9.0] * 2), (in_step, one_ms)]
-    found = fit_in_model(LayerModel(told.products, rates), stack, turns)
+    # Times of steps that have these factors, of which the second repetition is disturbed.
+    of_call = {
+        way: getattr(LayerModel(products, rates), way)(shape, rows).milliseconds for way in ("forward", "backward")
+    }
+    alone_ms = [of_call["forward"] - 0.05] * 8 + [of_call["backward"] - 0.04] * 8
+    inside = [0.03 + 1.25 * (ms - 0.03) for ms in alone_ms[:8]] + [0.05 + 1.5 * (ms - 0.05) for ms in alone_ms[8:]]
+    turns = [(inside, alone_ms), ([9.0] * 16, [9.0] * 16), (inside, alone_ms)]
+    found = fit_in_model(LayerModel(told.products, rates), shape, turns)
     assert found.in_model == pytest.approx(1.25) and found.in_model_backward == pytest.approx(1.5)
     assert replace(found, in_model=1.0, in_model_backward=1.0) == rates
     # What a call costs was found to be more than a small layer takes: nothing to tell a factor from.
     slow = LayerModel(told.products, replace(rates, call=900.0, call_backward=900.0))
-    assert fit_in_model(slow, stack, [([0.3] * 16, [0.2] * 2)]) == slow.rates
+    assert fit_in_model(slow, shape, [([0.3] * 16, [0.2] * 16)]) == slow.rates
 
 
-def test_a_stack_runs_as_a_training_step_does() -> None:
-    stack = LayerStack(ExpertsShape(4, 64, 32, 2, 8), 12, 3)
-    in_step, by_itself = stack.calls_ms()
-    assert len(in_step) == 6 and len(by_itself) == 2 and min(*in_step, *by_itself) > 0
-    assert [sum(rows) for rows in stack.rows] == [24] * 3 and len(set(stack.rows)) > 1
-    gradient = stack._adapters[2].down.a.grad
-    assert gradient is not None and gradient.abs().sum() > 0
-    before = gradient.clone()
-    stack.step()  # the third one
-    assert torch.allclose(stack._adapters[2].down.a.grad, 1.5 * before, rtol=1e-5)
-
-
-def test_no_factor_from_a_stack_that_is_larger_than_the_cache() -> None:
+def test_no_factor_from_layers_that_are_larger_than_the_cache() -> None:
     told = model()
     rates = replace(told.rates, in_model=3.0, in_model_backward=3.0)
-    stack = types.SimpleNamespace(shape=ExpertsShape(2400, 640, 288, 6, 16), count=8, rows=[(3,) * 2400] * 8)
-    found = fit_in_model(LayerModel(told.products, rates), stack, [([1.0] * 16, [1.0] * 2)])
+    turns = [([1.0] * 16, [0.5] * 16)]
+    found = fit_in_model(LayerModel(told.products, rates), ExpertsShape(2400, 640, 288, 6, 16), turns)
     assert found == replace(rates, in_model=1.0, in_model_backward=1.0)
 
 

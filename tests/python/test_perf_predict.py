@@ -15,7 +15,7 @@ import pytest
 import moesaic
 import moesaic.perf as perf
 from moesaic.cli import main
-from moesaic.commands import step_bench
+from moesaic.commands import training_step
 from moesaic.perf import calibration, check
 from moesaic.perf.calibration import LayerCase
 from moesaic.perf.layer_model import ExpertsShape
@@ -247,11 +247,11 @@ def test_steps_take_turns_with_layers(
 ) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    monkeypatch.setitem(step_bench.MODELS, "demo", step_bench.MODELS["tiny"])
+    for name in ("demo", "calibration"):
+        monkeypatch.setitem(training_step.MODELS, name, training_step.MODELS["tiny"])
     small = (LayerCase(ExpertsShape(4, 64, 96, 2, 8), 24),)
     monkeypatch.setattr(check, "calibration_cases", lambda l3_bytes: small)
     monkeypatch.setattr(check, "layer_cases", lambda *, full: ())
-    monkeypatch.setattr(check, "calibration_stack", lambda: calibration.LayerStack(small[0].shape, 12, 2))
     told: list[str] = []
     plan = check.CheckPlan(repetitions=4, recalibrate=True, parts=("layer", "step"), seconds=1.0, disturbed=True)
     document = check.run_check(2, plan, told.append)
@@ -261,7 +261,7 @@ def test_steps_take_turns_with_layers(
         assert pair["measured_ms"] > 0 and pair["predicted_ms"] > 0 and pair["spread"] >= 1
     turns = [text.split(":")[0] for text in told if text.startswith("turn")]
     assert turns == [f"turn {turn} of 4" for turn in (1, 1, 2, 2, 3, 3, 4, 4)]  # a layer, then the steps
-    assert sum("steps" in text for text in told) == 4
+    assert sum(text.startswith("turn") and "steps" in text for text in told) == 4
     # What is kept is what the steps' turns said.
     kept = perf.LayerRates.of(described[0], 2)
     assert {name: getattr(kept, name) for name in perf.LayerRates.names()} == document["rates"]

@@ -25,12 +25,9 @@ from moesaic.perf.rates import LayerRates
 __all__ = [
     "LayerCase",
     "LayerRun",
-    "LayerStack",
     "MeasuredLayer",
     "Statistic",
     "calibration_cases",
-    "calibration_stack",
-    "engine_calls_ms",
     "fit",
     "fit_in_model",
     "measure_layer",
@@ -201,98 +198,33 @@ def make_run(case: LayerCase, layers: dict[tuple[int, int, int], moesaic.Experts
     return LayerRun(case, layers[sizes], adapter, batch)
 
 
-class LayerStack:
-    """Layers one after the other as in a training step of a model: each with weights and an adapter of its own, behind
-    a dense layer of PyTorch's, and gradients that are added to those of the step before.
-
-    Args:
-        shape: of each layer.
-        tokens: that go through them.
-        count: layers.
-    """
-
-    def __init__(self, shape: ExpertsShape, tokens: int, count: int) -> None:
-        sizes = LayerShape(shape.experts, shape.hidden, shape.intermediate, shape.top_k, shape.rank)
-        generator = torch.Generator().manual_seed(2)
-        weights = make_weights(sizes, generator, full_copy=False)
-        self.shape, self.count = shape, count
-        self._layers = [moesaic.ExpertsLayer(weights.gate_up, weights.down) for _ in range(count)]
-        self._adapters = [make_adapter(sizes, generator) for _ in range(count)]
-        self._batches = [make_batch(sizes, tokens, parse_routing("uniform"), generator) for _ in range(count)]
-        self._dense = torch.full((shape.hidden, shape.hidden), 1.0 / shape.hidden, dtype=torch.bfloat16)
-        rows = [torch.bincount(batch.ids.flatten(), minlength=shape.experts) for batch in self._batches]
-        self.rows = [tuple(map(int, of_layer)) for of_layer in rows]
-        """Of each layer's experts."""
-        first = (self._layers[0], self._adapters[0], self._batches[0])
-        self._alone = LayerRun(LayerCase(shape, tokens), *first)
-
-    def step(self) -> None:
-        """Forward and backward."""
-        x = self._batches[0].hidden
-        for layer, adapter, batch in zip(self._layers, self._adapters, self._batches, strict=True):
-            lora = None
-            if adapter is not None:
-                pairs = [moesaic.LoraPair(*pair.views(), pair.scale) for pair in (adapter.gate_up, adapter.down)]
-                lora = moesaic.Lora(gate_up=pairs[0], down=pairs[1])
-            x = x + torch.nn.functional.linear(x, self._dense)
-            x = x + moesaic.moe_experts(x, batch.ids, batch.router, layer, lora)
-        torch.autograd.backward(x, self._batches[-1].d_out)
-
-    def calls_ms(self) -> tuple[list[float], list[float]]:
-        """Milliseconds of the engine in each call of a step, all forwards, then all backwards; and of a forward and a
-        backward of the first layer alone. Both run twice, and the second time counts: the caches hold what they do
-        from step to step."""
-        self.step()
-        of_step = engine_calls_ms(self.step)
-        self._alone.call()
-        return of_step, engine_calls_ms(self._alone.call)
-
-
-def calibration_stack() -> LayerStack:
-    """Layers that `in_model` is fitted to, and no prediction is held against."""
-    return LayerStack(ExpertsShape(24, 640, 288, 6, 16), 300, 8)
-
-
-def engine_calls_ms(step: Callable[[], object]) -> list[float]:
-    """Milliseconds of the engine in each of its calls in a step."""
-    with moesaic.profile():
-        step()
-        calls, _ = _core.calls()
-    return [(call["engine_end_ns"] - call["engine_begin_ns"]) * 1e-6 for call in calls]
-
-
 def fit_in_model(
     model: LayerModel,
-    stack: LayerStack,
+    shape: ExpertsShape,
     turns: Sequence[tuple[Sequence[float], Sequence[float]]],
     statistic: Statistic = statistics.median,
 ) -> LayerRates:
-    """The rates with `in_model` and `in_model_backward`: a layer of the stack takes so many times as long in a step as
-    alone, beyond what the model makes of weights in a cache that other layers fill as well. What a call costs besides
-    is the same in both. 1 where a layer of the stack does not fit that cache, or takes no longer than that.
+    """The rates with `in_model` and `in_model_backward`: so many times as long the engine's calls take inside of a
+    training step as the same ones right after each other, but for what a call costs in both cases. 1 where a layer does
+    not fit the last-level cache, or takes no longer than that.
 
     Args:
         model: with all other rates fitted.
-        stack: what ran.
-        turns: of its `calls_ms()`.
-        statistic: what is taken of them.
+        shape: of each layer of the step.
+        turns: milliseconds of each call in a step, all forwards, then all backwards; and of the same ones alone.
+        statistic: what is taken of the turns.
     """
-    rates, shape, count = replace(model.rates, in_model=1.0, in_model_backward=1.0), stack.shape, stack.count
+    rates = replace(model.rates, in_model=1.0, in_model_backward=1.0)
     if not model.products.fits(shape.weight_bytes):
         return rates
-    of_stack = LayerModel(model.products.with_resident(shape.weight_bytes * count), rates)
-    of_one = alone(LayerModel(model.products, rates), shape, stack.rows[0])
-    in_step, by_itself = ([statistic(call) for call in zip(*some, strict=True)] for some in zip(*turns, strict=True))
+    inside, alone_ms = ([statistic(call) for call in zip(*some, strict=True)] for some in zip(*turns, strict=True))
+    count = len(inside) // 2
     found: dict[str, float] = {}
-    for way, suffix in enumerate(("", "_backward")):
-        call, python = rates.unit_ms(f"call{suffix}"), rates.unit_ms(f"python{suffix}")
-        predict, predict_one = ((m.backward if way else m.forward) for m in (of_stack, of_one))
-        expected = sum(predict(shape, rows).milliseconds - call for rows in stack.rows)
-        expected /= predict_one(shape, stack.rows[0]).milliseconds - call
-        measured = sum(ms - (call - python) for ms in in_step[way * count : (way + 1) * count])
-        one_ms = by_itself[way] - (call - python)
-        if min(measured, one_ms) > 0.0:
-            found[f"in_model{suffix}"] = measured / one_ms / expected
+    for suffix, calls in (("", slice(count)), ("_backward", slice(count, None))):
+        of_calls = count * (rates.unit_ms(f"call{suffix}") - rates.unit_ms(f"python{suffix}"))
+        in_step, by_themselves = sum(inside[calls]) - of_calls, sum(alone_ms[calls]) - of_calls
+        if min(in_step, by_themselves) > 0.0:
+            found[f"in_model{suffix}"] = in_step / by_themselves
     return replace(rates, **found)
 
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moesaic.perf.calibration import (
     MOST_SECONDS,
@@ -16,8 +16,6 @@ from moesaic.perf.calibration import (
     Statistic,
     alone,
     calibration_cases,
-    calibration_stack,
-    engine_calls_ms,
     fit,
     fit_in_model,
     measure_layers,
@@ -30,6 +28,9 @@ from moesaic.perf.measure import ROUNDS, Measurement
 from moesaic.perf.products import Products
 from moesaic.perf.rates import LayerRates, rates_path
 from moesaic.perf.shapes import GemmShape
+
+if TYPE_CHECKING:
+    from moesaic.commands.training_step import RecordedCall
 
 __all__ = ["BARS", "CheckPlan", "Pair", "gemm_shapes", "layer_cases", "run_check", "summarise"]
 
@@ -136,16 +137,17 @@ def run_check(threads: int, plan: CheckPlan, progress: Callable[[str], None]) ->
     del measurement  # and its memory
     evaluator = GemmEvaluator(machine, threads)
     if "layer" in plan.parts or "step" in plan.parts:
-        steps: _Steps | None = None
-        if "step" in plan.parts:
-            try:
-                steps = _Steps(plan, progress)
-            except ImportError as error:
-                left_out["step"] = f"transformers or PEFT is missing: {error}"
         start = LayerModel(Products(evaluator), LayerRates.derived(machine, threads))
         path = rates_path(machine, threads)
         rates = None if plan.recalibrate else _kept(path)
         new = rates is None
+        steps: _Steps | None = None
+        if new or "step" in plan.parts:
+            try:
+                steps = _Steps(plan, progress)
+            except ImportError as error:
+                without = "step" if "step" in plan.parts else "in_model"
+                left_out[without] = f"transformers or PEFT is missing: {error}"
         cases = list(calibration_cases(machine.l3_bytes)) if new else []
         fitted = len(cases)
         if "layer" in plan.parts:
@@ -162,8 +164,8 @@ def run_check(threads: int, plan: CheckPlan, progress: Callable[[str], None]) ->
         if rates is None:
             rates = fit(start, measured[:fitted])
         model = LayerModel(start.products, rates)
-        if new or steps is not None:
-            rates = steps.fit_in_model(model) if steps is not None else _fit_in_model(model, plan)
+        if steps is not None:
+            rates = steps.fit_in_model(model)
             model = LayerModel(start.products, rates)
         if new:
             try:
@@ -293,79 +295,69 @@ def _layer(model: LayerModel, measured: MeasuredLayer) -> list[Pair]:
     ]
 
 
-def _fit_in_model(model: LayerModel, plan: CheckPlan) -> LayerRates:
-    """`in_model` where no step is run."""
-    stack = calibration_stack()
-    turns = [stack.calls_ms() for _ in range(plan.repetitions)]
-    return fit_in_model(model, stack, turns, plan.statistic)
-
-
 class _Steps:
-    """The experts inside of training steps of the model of `make demo`, through transformers and PEFT: each call of the
-    engine by the statistic of its own repetitions, for nobody leaves a host alone during a whole step. A stack of
-    layers runs in turn with them, which `in_model` is fitted to.
+    """The experts inside of training steps, through transformers and PEFT: each call of the engine by the statistic of
+    its own repetitions, for nobody leaves a host alone during a whole step. If the plan has steps, those of the model
+    of `make demo` are predicted. Another model's run in turn with them, and its calls alone, which `in_model` is fitted
+    to.
 
     Raises:
         ImportError: transformers or PEFT is missing.
     """
 
     _RANK = 16
+    _CALIBRATION_TOKENS, _TOKENS = 300, (512, 192)
 
     def __init__(self, plan: CheckPlan, progress: Callable[[str], None]) -> None:
-        import peft  # noqa: F401
-        import torch
-        import transformers  # noqa: F401
+        from moesaic.commands.training_step import MODELS, TrainingStep
 
-        from moesaic.commands import step_bench
-
-        progress("a training step of the demo's model")
+        progress("training steps")
         self._plan, self._progress, self._turn = plan, progress, 0
-        network = step_bench._model(step_bench.MODELS["demo"], self._RANK)
-        self._stack = calibration_stack()
-        self._of_stack: list[tuple[list[float], list[float]]] = []
-        self._measured: list[tuple[str, list[Any], Callable[[], None], list[list[float]]]] = []
-        for tokens in (512, 192):
-            ids = torch.randint(4096, (1, tokens), generator=torch.Generator().manual_seed(0))
-
-            def step(ids: torch.Tensor = ids) -> None:
-                network(input_ids=ids, labels=ids).loss.backward()
-
-            step()
-            calls: list[Any] = []
-            with step_bench._replaced_experts(step_bench._recorder(calls)):
-                step()
-            self._measured.append((f"demo model, {tokens} tokens, {len(calls)} layers", calls, step, []))
+        self._calibration = TrainingStep(MODELS["calibration"], self._CALIBRATION_TOKENS, self._RANK)
+        self._of_calibration: list[tuple[list[float], list[float]]] = []
+        tokens = self._TOKENS if "step" in plan.parts else ()
+        self._measured = [(t, TrainingStep(MODELS["demo"], t, self._RANK), list[list[float]]()) for t in tokens]
 
     def turn(self) -> None:
-        """So many of the repetitions that they are spread evenly over the turns."""
+        """So many of the repetitions that they are spread evenly over the turns. What is timed runs behind the same
+        untimed, which fills the caches as it does in a training."""
+        from moesaic.commands.training_step import engine_calls_ms
+
         self._turn += 1
-        self._progress(f"turn {self._turn} of {TURNS}: training steps of the demo's model")
-        for _, _, step, runs in self._measured:
-            while len(runs) * TURNS < self._plan.repetitions * self._turn:
-                self._of_stack.append(self._stack.calls_ms())
-                step()  # fills the caches as the step before does in a training
-                runs.append(engine_calls_ms(step))
+        self._progress(f"turn {self._turn} of {TURNS}: training steps")
+        while len(self._of_calibration) * TURNS < self._plan.repetitions * self._turn:
+            times = []
+            for run in (self._calibration.run, self._calibration.run_alone):
+                run()
+                times.append(engine_calls_ms(run))
+            self._of_calibration.append((times[0], times[1]))
+            for _, step, runs in self._measured:
+                step.run()
+                runs.append(engine_calls_ms(step.run))
 
     def fit_in_model(self, model: LayerModel) -> LayerRates:
         """The model's rates with `in_model` of the same minutes."""
-        return fit_in_model(model, self._stack, self._of_stack, self._plan.statistic)
+        shape = self._shape(self._calibration.calls[0])
+        return fit_in_model(model, shape, self._of_calibration, self._plan.statistic)
 
     def pairs(self, model: LayerModel) -> list[Pair]:
-        """The experts' part of each step."""
-        import torch
-
+        """The experts' part of each step of the demo's model."""
         pairs = []
-        for name, calls, _, runs in self._measured:
+        for tokens, step, runs in self._measured:
             predicted = 0.0
-            for call in calls:
-                layer = call.layer
-                sizes = (layer.num_experts, layer.hidden_size, layer.intermediate_size)
-                shape = ExpertsShape(*sizes, call.ids.shape[1], self._RANK)
-                rows = torch.bincount(call.ids.flatten(), minlength=shape.experts).tolist()
-                of_step = LayerModel(model.products.with_resident(shape.weight_bytes * len(calls)), model.rates)
+            for call in step.calls:
+                shape = self._shape(call)
+                rows = call.ids.flatten().bincount(minlength=shape.experts).tolist()
+                of_step = LayerModel(model.products.with_resident(shape.weight_bytes * len(step.calls)), model.rates)
                 predicted += of_step.forward(shape, rows).milliseconds - model.rates.unit_ms("python")
                 predicted += of_step.backward(shape, rows).milliseconds - model.rates.unit_ms("python_backward")
             of_calls = list(zip(*runs, strict=True))
             spread = sum(map(statistics.median, of_calls)) / sum(map(min, of_calls))
+            name = f"demo model, {tokens} tokens, {len(step.calls)} layers"
             pairs.append(Pair("step", name, predicted, sum(map(self._plan.statistic, of_calls)), spread))
         return pairs
+
+    def _shape(self, call: RecordedCall) -> ExpertsShape:
+        layer = call.layer
+        sizes = (layer.num_experts, layer.hidden_size, layer.intermediate_size)
+        return ExpertsShape(*sizes, call.ids.shape[1], self._RANK)
