@@ -157,7 +157,15 @@ struct TaskShape {
   bool few;                 ///< the tier has a form for so few as its group has
   MemoryLevel weights_from, activations_from, result_to;
   double new_rows;  ///< share of the tasks whose activations their thread has not read before
+  bool together;    ///< other threads read its weights from memory at the same time
 };
+
+/// Whether calls of so many rows meet each weight once: a matrix unit's, all of whose rows a cell takes.
+bool MeetsOnce(const GemmProblem& problem, const MachineModel& machine, std::int64_t call_rows) {
+  if (problem.form == GemmForm::kGradient || !machine.kernel.unpack_overlaps) return false;
+  const bool direct = problem.form == GemmForm::kDirect;
+  return CeilDiv(call_rows, kPanelRows) <= (direct ? machine.kernel.right_panels : machine.kernel.left_panels);
+}
 
 double Product(std::int64_t a, std::int64_t b, double bytes) { return static_cast<double>(a) * static_cast<double>(b) * bytes; }
 
@@ -180,8 +188,7 @@ class TaskCounter {
     const bool whole = cost.few && (p_.form == GemmForm::kDirect || p_.output_bytes == 2);
     const bool direct = p_.form == GemmForm::kDirect;
     const bool unit = m_.kernel.unpack_overlaps;
-    const std::int64_t cell_panels = direct ? m_.kernel.right_panels : m_.kernel.left_panels;
-    cost.once = p_.form != GemmForm::kGradient && unit && CeilDiv(call_rows, kPanelRows) <= cell_panels;
+    cost.once = MeetsOnce(p_, m_, call_rows);
     const bool ring = cost.once && !direct;  // through L1, the whole contraction at once
     const std::int64_t call_depth = whole || ring ? p_.k : std::min(c_.call_depth, p_.k);
     const std::int64_t row_calls = CeilDiv(task.rows, call_rows), column_calls = CeilDiv(task.columns, call_columns);
@@ -222,7 +229,7 @@ class TaskCounter {
       CountCells(task, call_rows, parts, pieces, cost);
     }
     const bool prefetches = direct && !cost.once && call_columns <= kMostPrefetched && column_calls > 1;
-    cost.unfetched = Unfetched(task, cost, call_columns, prefetches, slices ? parts : 1);
+    cost.unfetched = task.together ? 1.0 : Unfetched(task, cost, call_columns, prefetches, slices ? parts : 1);
     cost.calls_ns = calls * m_.kernel.call_ns;
     if (task.weights_from == MemoryLevel::kMemory && !cost.few)
       cost.lost_ns = LostNs(task, cost, call_columns, row_calls, call_depth, depth);
@@ -651,6 +658,12 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   for (const GroupRows& group : problem.groups) {
     const std::int64_t rows = TaskRows(group.rows, configuration, whole_few(group));
     const std::int64_t chunks = CeilDiv(group.rows, rows);
+    // Tasks with the same weights run beside each other. Those that meet them once wait as if each had its own, and for all of
+    // it; but where all threads read the same ones, they come from L3 to all but the first. (AMX, 16 threads, us, tasks of up
+    // to 32 rows and larger ones: 12 x 40 x 896 x 1,792 630, 380; 4 x 250 x 1,280 x 1,536 1,550, 820; 200 x 1,792 x 896 330 to
+    // 350, 250; but 600 x 1,280 x 640, all columns a task, 280, 370.)
+    const bool together = !problem.cached && 1 < chunks && static_cast<double>(chunks) < threads &&
+                          MeetsOnce(problem, machine, std::min(configuration.call_rows, rows));
     // Of a group's tasks a thread has so many, one column after the other.
     const double of_thread = static_cast<double>(chunks) * column_tasks / threads;
     const double new_rows = std::min(1.0, static_cast<double>(chunks) / std::max(of_thread, 1.0));
@@ -658,9 +671,9 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
       if (task_rows == 0 || task_columns == 0 || count == 0) return;
       Tasks& some = task_columns == configuration.task_columns ? whole : rest;
       const bool few = IsFew(problem, group.rows, machine);
-      TaskShape shape{task_rows,        task_columns,     group.rows, few, MemoryLevel::kMemory,
-                      MemoryLevel::kL3, MemoryLevel::kL3, new_rows};
-      if (problem.cached || (weights_again && group_weights <= l3)) shape.weights_from = MemoryLevel::kL3;
+      TaskShape shape{task_rows,        task_columns,     group.rows, few,     MemoryLevel::kMemory,
+                      MemoryLevel::kL3, MemoryLevel::kL3, new_rows,   together};
+      if (problem.cached || (weights_again && !together && group_weights <= l3)) shape.weights_from = MemoryLevel::kL3;
       if (packed_bytes > l3) shape.activations_from = MemoryLevel::kMemory;
       if (result_bytes > l3 || (problem.output_bytes == 2 && problem.form == GemmForm::kUnpack))
         shape.result_to = MemoryLevel::kMemory;
