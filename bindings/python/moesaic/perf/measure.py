@@ -14,6 +14,7 @@ import math
 import operator
 import platform
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,20 +43,38 @@ _FEWEST_OF_CELLS = 64
 """Rows that the direct form leaves to cells wherever there are forms for few, at least (`AreStoredRows` in
 cpu_kernels/gemm/tiles.h)."""
 
-_PRODUCTS = (
+_PRODUCTS = {
     # groups, rows, contraction, columns: none is one that the model is held against
-    (1, 144, 1536, 1024),
-    (1, 320, 1536, 768),
-    (1, 224, 1152, 896),
-    (1, 512, 1024, 1280),
-    (8, 96, 768, 1536),
-    (1, 1536, 512, 1024),
-)
-"""Products of both forms that say what a whole one takes (`product_factor`)."""
-_FACTOR_STEPS = range(-10, 31)
+    "direct": (
+        (1, 44, 3200, 1152),
+        (1, 64, 1280, 2432),
+        (1, 126, 2816, 1920),
+        (1, 144, 1536, 1024),
+        (1, 224, 1152, 896),
+        (1, 512, 1024, 1280),
+        (1, 1536, 512, 1024),
+        (2, 60, 2304, 1664),
+        (4, 211, 512, 1792),
+        (8, 96, 768, 1536),
+    ),
+    "unpack": (
+        (1, 52, 2688, 1408),
+        (1, 99, 2048, 1536),
+        (1, 160, 1152, 2048),
+        (1, 320, 1536, 768),
+        (1, 420, 1408, 896),
+        (1, 1006, 640, 896),
+        (1, 2048, 384, 896),
+        (4, 73, 896, 2176),
+        (8, 128, 640, 1152),
+        (16, 48, 1280, 768),
+    ),
+}
+"""Products that say what a whole one takes (`product_factor`): of many, for a single one is up to a fifth off."""
+_FACTOR_STEPS = range(-20, 31)
 """Of 2%, in which `product_factor` is searched."""
-_PRODUCT_RUNS = 3
-"""Of each in a turn, after some until its operands are where they stay."""
+_PRODUCT_RUNS, _PRODUCT_SECONDS = 3, 0.01
+"""Of each in a turn, at least, after some until its operands are where they stay."""
 
 _Streams = dict[tuple[str, str, int], tuple[float, float]]
 """GB/s of weights by tier, form and rows: in the best milliseconds, and on average."""
@@ -176,7 +195,9 @@ class _Product:
 
     def turn(self) -> None:
         self.timer.measure([self.configuration], UNTIMED)
-        self.milliseconds += self.timer.measure([self.configuration], _PRODUCT_RUNS)[0]
+        until, most = time.perf_counter() + _PRODUCT_SECONDS, len(self.milliseconds) + _PRODUCT_RUNS
+        while len(self.milliseconds) < most or time.perf_counter() < until:
+            self.milliseconds += self.timer.measure([self.configuration], 1)[0]
 
 
 def _products(machine: Machine) -> list[_Product]:
@@ -184,8 +205,9 @@ def _products(machine: Machine) -> list[_Product]:
     slower = dataclasses.replace(machine, product_factor={1: 2.0})
     evaluator, far = GemmEvaluator(machine, cache=False), far_weights()
     found = []
-    for groups, m, k, n in _PRODUCTS:
-        for form, output in (("direct", "fp32"), ("unpack", "bf16")):
+    for form, shapes in _PRODUCTS.items():
+        for i, (groups, m, k, n) in enumerate(shapes):
+            output = ("fp32", "bf16")[i % 2]
             shape = GemmShape(groups=groups, m=m, k=k, n=n, form=form, output=output)
             answer = evaluator.evaluate(shape)
             configuration = answer.configuration
