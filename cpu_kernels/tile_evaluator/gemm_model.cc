@@ -122,8 +122,8 @@ struct TaskCost {
   double fetched_tiles = 0;                   ///< of activations that threads have packed and this one has not read before
   bool few = false;                           ///< by the forms for few rows
   bool passed_once = false;                   ///< by those, in one pass
-  double unfetched = 0;                       ///< share of the weights that nothing prefetches
-  bool once = false;                          ///< on a matrix unit each weight is met once, and all are prefetched
+  double unfetched = 0;                       ///< share of the weights that nothing prefetches, or that others wait for as well
+  bool once = false;                          ///< on a matrix unit each weight is met once; all are prefetched if it is alone
   double lost_ns = 0;                         ///< waiting for weights that nothing prefetches, or too early
   std::array<double, kMemoryLevels> bytes{};  ///< read or written beyond the caches below that level
 };
@@ -150,6 +150,13 @@ double ClaimNs(const MachineModel& machine, double readers) {
 /// 28 of some microseconds.)
 constexpr double kPieceWaited = 0.3;
 
+/// What each of so many tasks that read the same weights at the same time reads of them from memory, as long as these meet each
+/// weight once: all, until that is what half of the threads would read. (AMX, 16 threads, 32 rows, all of them together, GB/s
+/// where 1, 2, 4, 8 and 16 share their weights: direct 118, 149, 189, 212, 209, unpack 97, 109, 128, 152, 155. Products lose more
+/// where few share: us in tasks of up to 32 rows and in larger ones: 12 x 40 x 896 x 1,792 630, 380; 4 x 250 x 1,280 x 1,536
+/// 1,550, 820; 200 x 1,792 x 896 330 to 350, 250; but 600 x 1,280 x 640, all columns a task, 280, 370.)
+double ReadByEach(double sharers, double threads) { return sharers > 1 ? std::min(1.0, threads / (2 * sharers)) : 1.0; }
+
 /// Sizes of one task, and where its operands are read from the first time.
 struct TaskShape {
   std::int64_t rows, columns;
@@ -157,7 +164,7 @@ struct TaskShape {
   bool few;                 ///< the tier has a form for so few as its group has
   MemoryLevel weights_from, activations_from, result_to;
   double new_rows;  ///< share of the tasks whose activations their thread has not read before
-  bool together;    ///< other threads read its weights from memory at the same time
+  double sharers;   ///< tasks that read the same weights from memory at the same time
 };
 
 /// Whether calls of so many rows meet each weight once: a matrix unit's, all of whose rows a cell takes.
@@ -229,7 +236,7 @@ class TaskCounter {
       CountCells(task, call_rows, parts, pieces, cost);
     }
     const bool prefetches = direct && !cost.once && call_columns <= kMostPrefetched && column_calls > 1;
-    cost.unfetched = task.together ? 1.0 : Unfetched(task, cost, call_columns, prefetches, slices ? parts : 1);
+    cost.unfetched = Unfetched(task, cost, call_columns, prefetches, slices ? parts : 1);
     cost.calls_ns = calls * m_.kernel.call_ns;
     if (task.weights_from == MemoryLevel::kMemory && !cost.few)
       cost.lost_ns = LostNs(task, cost, call_columns, row_calls, call_depth, depth);
@@ -242,7 +249,7 @@ class TaskCounter {
     const bool rows_outer = c_.order == LoopOrder::kRows;
     const double weights_between = rows_outer ? all_columns + row_block : column_block + row_block;
     const double activations_between = rows_outer ? row_block + column_block : all_rows + column_block;
-    Add(cost, task.weights_from, weights);
+    Add(cost, task.weights_from, weights * ReadByEach(task.sharers, m_.threads));
     AddAgain(cost, weights_between, weights * static_cast<double>(row_calls - 1));
     // What is prefetched waits in L2 while the call before computes. Reading it from there is part of the memory's rate.
     if (prefetches && !cost.few) AddAgain(cost, 2 * Product(call_columns, p_.k, p_.weight_bytes), weights, MemoryLevel::kL3);
@@ -344,7 +351,9 @@ class TaskCounter {
   /// @param slices  of the contraction, in the unpack form
   double Unfetched(const TaskShape& task, const TaskCost& cost, std::int64_t call_columns, bool prefetches,
                    std::int64_t slices) const {
-    // Kernels that meet each weight once have the next ones fetched all along (gemm/direct_gemm.h, unpack_stream.h).
+    // Kernels that meet each weight once have the next ones fetched all along (gemm/direct_gemm.h, unpack_stream.h), but where
+    // other tasks wait for the same ones.
+    if (task.sharers > 1) return 1;
     if (cost.once || p_.form == GemmForm::kGradient) return 0;
     const std::int64_t column_calls = CeilDiv(task.columns, call_columns);
     // The first slice of a tile column of each call.
@@ -658,22 +667,26 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   for (const GroupRows& group : problem.groups) {
     const std::int64_t rows = TaskRows(group.rows, configuration, whole_few(group));
     const std::int64_t chunks = CeilDiv(group.rows, rows);
-    // Tasks with the same weights run beside each other. Those that meet them once wait as if each had its own, and for all of
-    // it; but where all threads read the same ones, they come from L3 to all but the first. (AMX, 16 threads, us, tasks of up
-    // to 32 rows and larger ones: 12 x 40 x 896 x 1,792 630, 380; 4 x 250 x 1,280 x 1,536 1,550, 820; 200 x 1,792 x 896 330 to
-    // 350, 250; but 600 x 1,280 x 640, all columns a task, 280, 370.)
-    const bool together = !problem.cached && 1 < chunks && static_cast<double>(chunks) < threads &&
-                          MeetsOnce(problem, machine, std::min(configuration.call_rows, rows));
     // Of a group's tasks a thread has so many, one column after the other.
     const double of_thread = static_cast<double>(chunks) * column_tasks / threads;
     const double new_rows = std::min(1.0, static_cast<double>(chunks) / std::max(of_thread, 1.0));
+    // So many tasks of a column run beside each other and read its weights from memory; to others they come from L3.
+    const bool shared = machine.threads > 2 && MeetsOnce(problem, machine, std::min(configuration.call_rows, rows));
+    const double sharers = shared ? std::min(static_cast<double>(chunks), threads) : 1.0;
     const auto add = [&](std::int64_t task_rows, std::int64_t task_columns, double count, bool weights_again) {
       if (task_rows == 0 || task_columns == 0 || count == 0) return;
       Tasks& some = task_columns == configuration.task_columns ? whole : rest;
       const bool few = IsFew(problem, group.rows, machine);
-      TaskShape shape{task_rows,        task_columns,     group.rows, few,     MemoryLevel::kMemory,
-                      MemoryLevel::kL3, MemoryLevel::kL3, new_rows,   together};
-      if (problem.cached || (weights_again && !together && group_weights <= l3)) shape.weights_from = MemoryLevel::kL3;
+      const bool near = problem.cached || (weights_again && group_weights <= l3);
+      TaskShape shape{task_rows,
+                      task_columns,
+                      group.rows,
+                      few,
+                      near ? MemoryLevel::kL3 : MemoryLevel::kMemory,
+                      MemoryLevel::kL3,
+                      MemoryLevel::kL3,
+                      new_rows,
+                      near ? 1.0 : sharers};
       if (packed_bytes > l3) shape.activations_from = MemoryLevel::kMemory;
       if (result_bytes > l3 || (problem.output_bytes == 2 && problem.form == GemmForm::kUnpack))
         shape.result_to = MemoryLevel::kMemory;
@@ -697,9 +710,10 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
       add(task_rows, problem.n % configuration.task_columns, count, again);
     };
     const std::int64_t whole_chunks = group.rows / rows;
-    if (whole_chunks > 0) add_columns(rows, groups, false);
-    if (whole_chunks > 1) add_columns(rows, groups * static_cast<double>(whole_chunks - 1), true);
-    if (chunks > whole_chunks) add_columns(group.rows % rows, groups, whole_chunks > 0);
+    const double far = std::min(sharers, static_cast<double>(whole_chunks));
+    add_columns(rows, groups * far, false);
+    add_columns(rows, groups * (static_cast<double>(whole_chunks) - far), true);
+    if (chunks > whole_chunks) add_columns(group.rows % rows, groups, static_cast<double>(chunks) > sharers);
   }
   // Equal tasks end in rounds, those of the last columns after the others; unequal ones fill up, and on average half of one
   // is waited for.

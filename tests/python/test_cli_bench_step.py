@@ -44,7 +44,7 @@ def test_for_people(capsys):
 
 
 def test_calls_alone_are_those_of_the_step():
-    model = training_step._model(training_step.MODELS["tiny"], 2)
+    model = training_step.build_model(training_step.MODELS["tiny"], 2)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
@@ -81,9 +81,10 @@ def test_calls_alone_are_those_of_the_step():
 
 
 def test_a_step_and_its_calls_alone():
-    step = training_step.TrainingStep(training_step.MODELS["tiny"], 12, 2)
+    model = training_step.build_model(training_step.MODELS["tiny"], 2)
+    step = training_step.TrainingStep(model, 12)
     assert [call.hidden.shape[0] for call in step.calls] == [12, 12] and step.calls[0].layer is not step.calls[1].layer
-    gradient = next(p.grad for n, p in step.model.named_parameters() if "experts" in n and "lora_B" in n)
+    gradient = next(p.grad for n, p in model.named_parameters() if "experts" in n and "lora_B" in n)
     assert gradient is not None and gradient.abs().sum() > 0
     twice = gradient.clone()  # of the first step and the recorded one
     inside = training_step.engine_calls_ms(step.run)

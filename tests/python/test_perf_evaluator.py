@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import logging
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -88,24 +89,30 @@ def test_few_tasks_have_more_of_the_memory_each():
     assert _milliseconds(machine, many, 16, *configuration) >= bytes_of_task * 16 / kernels.direct_gbps[16] * 1e-6
 
 
+@pytest.mark.parametrize("form", ["direct", "unpack"])
+def test_tasks_of_few_rows_that_share_weights_each_read_them_from_memory(form):
+    emr = Machine.named("emr-16c")
+
+    def traffic(tasks: int, rows: int = 32, machine: Machine = emr, threads: int = 16, **changes: Any) -> float:
+        """Milliseconds of memory, of so many tasks that have all columns."""
+        shape = GemmShape(m=tasks * rows, k=1024, n=512, form=form, **changes)
+        configuration = Configuration(form, rows, 512, rows, 512, 256 if form == "unpack" else 1024, "columns")
+        return GemmEvaluator(machine, threads, cache=False).estimate(shape, configuration).parts["dram"]
+
+    one = traffic(1)
+    for tasks in (2, 4, 8):
+        assert traffic(tasks) > 0.9 * tasks * one
+    # No more than half of the threads would, by all of them, nor by those that come later.
+    assert traffic(16) == pytest.approx(traffic(8), rel=0.1) and traffic(40) == pytest.approx(traffic(16), rel=0.1)
+    # Not where weights are in the last-level cache, of more rows, on two threads, or without a matrix unit.
+    assert traffic(8, cached=True) < 0.1 * traffic(8)
+    assert traffic(8, rows=48) < 2 * traffic(1, rows=48)
+    for machine, threads in ((emr, 2), (Machine.named("zen5-2c"), 2)):
+        some = [traffic(tasks, 32, machine, threads) for tasks in (2, 8)]
+        assert some[1] < 2 * some[0]
+
+
 # ---- shapes ----
-
-
-def test_tasks_of_few_rows_that_share_weights_each_read_them_from_memory():
-    evaluator = GemmEvaluator(Machine.named("emr-16c"), 16, cache=False)
-    shape = GemmShape(groups=8, m=48, k=1024, n=1024, form="unpack")
-    of_all = Configuration("unpack", 48, 512, 48, 512, 256, "columns")  # 16 tasks
-    of_few = dataclasses.replace(of_all, task_rows=32, call_rows=32)  # twice as many, two of each column
-    traffic = [evaluator.estimate(shape, some).parts["dram"] for some in (of_all, of_few)]
-    assert traffic[1] > 1.5 * traffic[0]
-    # Where the last-level cache has them, and where all threads read the same, at most the first waits for memory.
-    cached = dataclasses.replace(shape, cached=True)
-    assert evaluator.estimate(cached, of_few).parts["dram"] < 0.5 * traffic[1]
-    one = GemmShape(m=640, k=1024, n=512, form="unpack")
-    by_chunks = {
-        rows: evaluator.estimate(dataclasses.replace(one, m=rows), of_few).parts["dram"] for rows in (480, 512)
-    }  # 15 chunks, and 16
-    assert by_chunks[480] > 5 * by_chunks[512]
 
 
 def test_shapes_of_deepseek_v3():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from moesaic.cli import main
 from moesaic.commands import training_step
 from moesaic.perf import calibration, check
 from moesaic.perf.calibration import LayerCase
-from moesaic.perf.layer_model import ExpertsShape
+from moesaic.perf.layer_model import ExpertsShape, LayerModel
+from moesaic.perf.products import Products
 
 QWEN = {
     "model_type": "qwen3_moe", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16,
@@ -242,18 +244,32 @@ def test_check_compares_what_it_runs(
     assert {name: getattr(kept, name) for name in perf.LayerRates.names()} == document["rates"]
 
 
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers and models that take a moment, and fit any cache."""
+    tiny = training_step.MODELS["tiny"]
+    monkeypatch.setitem(training_step.MODELS, "demo", tiny)
+    monkeypatch.setattr(check, "CALIBRATION_MODEL", tiny)
+    monkeypatch.setattr(check, "CALIBRATION_STEP", LayerCase(ExpertsShape(32, 64, 32, 8, 16), 12))
+    monkeypatch.setattr(check, "calibration_cases", lambda l3_bytes: (LayerCase(ExpertsShape(4, 64, 96, 2, 8), 24),))
+    monkeypatch.setattr(check, "layer_cases", lambda *, full: ())
+    monkeypatch.setattr(Products, "fits", lambda self, weight_bytes: True)
+
+
 def test_steps_take_turns_with_layers(
-    described: tuple[perf.Machine, list[int]], monkeypatch: pytest.MonkeyPatch
+    described: tuple[perf.Machine, list[int]], _small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    for name in ("demo", "calibration"):
-        monkeypatch.setitem(training_step.MODELS, name, training_step.MODELS["tiny"])
-    small = (LayerCase(ExpertsShape(4, 64, 96, 2, 8), 24),)
-    monkeypatch.setattr(check, "calibration_cases", lambda l3_bytes: small)
-    monkeypatch.setattr(check, "layer_cases", lambda *, full: ())
+    fitted: list[Any] = []
+
+    def fit_in_model(model: LayerModel, shape: ExpertsShape, repetitions: Any, statistic: Any) -> perf.LayerRates:
+        fitted.append((shape, repetitions))
+        return replace(calibration.fit_in_model(model, shape, repetitions, statistic), in_model=1.5)
+
+    monkeypatch.setattr(check, "fit_in_model", fit_in_model)
     told: list[str] = []
-    plan = check.CheckPlan(repetitions=4, recalibrate=True, parts=("layer", "step"), seconds=1.0, disturbed=True)
+    plan = check.CheckPlan(repetitions=5, recalibrate=True, parts=("layer", "step"), seconds=1.0, disturbed=True)
     document = check.run_check(2, plan, told.append)
     assert [row["group"] for row in document["summary"]] == ["step"] and document["left_out"] == {}
     for pair, tokens in zip(document["pairs"], (512, 192), strict=True):
@@ -262,9 +278,32 @@ def test_steps_take_turns_with_layers(
     turns = [text.split(":")[0] for text in told if text.startswith("turn")]
     assert turns == [f"turn {turn} of 4" for turn in (1, 1, 2, 2, 3, 3, 4, 4)]  # a layer, then the steps
     assert sum(text.startswith("turn") and "steps" in text for text in told) == 4
+    ((shape, repetitions),) = fitted
+    assert shape == ExpertsShape(32, 64, 32, 8, 16)
+    assert [[len(calls) for calls in one] for one in repetitions] == [[4, 4]] * 5  # inside, and alone
     # What is kept is what the steps' turns said.
     kept = perf.LayerRates.of(described[0], 2)
     assert {name: getattr(kept, name) for name in perf.LayerRates.names()} == document["rates"]
+    assert kept.in_model == 1.5
+
+
+@pytest.mark.parametrize(
+    ("parts", "left_out"), [(("layer",), {"in_model"}), (("step",), {"step", "in_model"}), (("gemm",), set())]
+)
+def test_a_check_without_transformers(
+    described: tuple[perf.Machine, list[int]],
+    _small: None,
+    monkeypatch: pytest.MonkeyPatch,
+    parts: tuple[str, ...],
+    left_out: set[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr(check, "gemm_shapes", lambda: ())
+    plan = check.CheckPlan(repetitions=1, recalibrate=True, parts=parts, seconds=1.0, disturbed=True)
+    document = check.run_check(2, plan, lambda text: None)
+    assert set(document["left_out"]) == left_out
+    assert all("transformers or PEFT is missing" in why for why in document["left_out"].values())
+    assert document["rates"] is None or document["rates"]["in_model"] == 1.0
 
 
 def test_the_clock_of_one_thread(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

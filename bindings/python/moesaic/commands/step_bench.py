@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.commands import options
 from moesaic.commands.output import CommandError, Tables, print_json, stdout_for_json
-from moesaic.commands.training_step import MODELS, TrainingStep, replaced_experts
+from moesaic.commands.training_step import MODELS, TrainingStep, build_model, replaced_experts
 
 if TYPE_CHECKING:
     import torch
@@ -80,15 +80,17 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
     torch.set_num_threads(moesaic.get_num_threads())
     progress("building the model")
     try:
-        model = TrainingStep(MODELS[args.model], args.tokens, args.rank)
+        model = build_model(MODELS[args.model], args.rank)
     except ImportError as error:
         raise CommandError(
             f"bench step needs transformers and PEFT (pip install 'transformers>=5.7' 'peft>=0.19'): {error}"
         ) from None
 
-    def step() -> float:
+    step = TrainingStep(model, args.tokens)
+
+    def step_ms() -> float:
         start = time.perf_counter()
-        model.run()
+        step.run()
         return (time.perf_counter() - start) * 1e3
 
     inside: list[float] = []
@@ -99,12 +101,12 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
     for i in range(args.warmup + args.reps):
         progress(f"repetition {i + 1} of {args.warmup + args.reps}")
         with moesaic.profile() as profile:
-            whole = step()
+            whole = step_ms()
         experts = _engine_ms(profile)
         with replaced_experts(_nothing_computed()):
-            rest = step()
+            rest = step_ms()
         with moesaic.profile() as profile:
-            model.run_alone()
+            step.run_alone()
         if i >= args.warmup:
             total.append(whole)
             inside.append(experts)
@@ -122,7 +124,7 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
         "model": args.model,
         "tokens": args.tokens,
         "rank": args.rank,
-        "calls": len(model.calls),
+        "calls": len(step.calls),
         "step_ms": _summary(total),
         "experts_ms": {"inside": _summary(inside), "alone": _summary(alone), **_ratio(inside, alone, INSIDE_BAR)},
         "others_ms": {

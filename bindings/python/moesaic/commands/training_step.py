@@ -14,9 +14,15 @@ if TYPE_CHECKING:
 
     from moesaic import ExpertsLayer, Lora
 
-__all__ = ["MODELS", "RecordedCall", "TrainingStep", "engine_calls_ms", "replaced_experts"]
+__all__ = ["MODELS", "RecordedCall", "TrainingStep", "build_model", "engine_calls_ms", "replaced_experts"]
 
-_COMMON = {"vocab_size": 4096, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_experts": 32, "pad_token_id": 0}
+_COMMON: dict[str, Any] = {
+    "vocab_size": 4096,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_experts": 32,
+    "pad_token_id": 0,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
@@ -36,17 +42,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 64,
     },
-    "calibration": {
-        "hidden_size": 640,
-        "intermediate_size": 1280,
-        "moe_intermediate_size": 288,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 10,
-        "num_key_value_heads": 5,
-        "head_dim": 64,
-        "num_experts": 24,
-        "num_experts_per_tok": 6,
-    },
     "qwen3-30b-a3b": {
         "hidden_size": 2048,
         "intermediate_size": 6144,
@@ -57,8 +52,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
 }
-"""Sizes of Qwen3-MoE models. "demo" has those of `make demo`; from "calibration" the performance model learns what
-layers take longer in a step; the last one has 4 layers of Qwen3-30B-A3B with a quarter of their experts."""
+"""Sizes of Qwen3-MoE models. "demo" has those of `make demo`, the last one 4 layers of Qwen3-30B-A3B with a quarter of
+their experts."""
 
 
 @dataclass
@@ -73,26 +68,52 @@ class RecordedCall:
     d_out: torch.Tensor | None = None
 
 
-class TrainingStep:
-    """Forward and backward of a model with LoRA on attention and experts, bf16, no checkpointing.
+def build_model(sizes: Mapping[str, Any], rank: int) -> nn.Module:
+    """A model with random weights in bf16, packed experts, and LoRA on attention and experts.
 
     Args:
-        sizes: one of MODELS.
-        tokens: in a step.
+        sizes: one of MODELS, or others like them.
         rank: of the adapter.
-
-    Attributes:
-        calls: of the experts in one step, on the inputs and gradients that they had there.
 
     Raises:
         ImportError: transformers or PEFT is missing.
     """
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    def __init__(self, sizes: Mapping[str, Any], tokens: int, rank: int) -> None:
+    import moesaic.hf
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**{**_COMMON, **sizes}), dtype=torch.bfloat16)
+    moesaic.hf.prepare(model, progress=False)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        task_type="CAUSAL_LM",
+    )
+    adapted: nn.Module = get_peft_model(model, config)
+    return adapted.train()
+
+
+class TrainingStep:
+    """Forward and backward of a model, without checkpointing.
+
+    Args:
+        model: as `build_model` makes it.
+        tokens: in a step.
+
+    Attributes:
+        calls: of the experts in one step, on the inputs and gradients that they had there.
+    """
+
+    def __init__(self, model: nn.Module, tokens: int) -> None:
         import torch
 
-        self.model = _model(sizes, rank)
-        self._ids = torch.randint(4096, (1, tokens), generator=torch.Generator().manual_seed(0))
+        self._model = model
+        self._ids = torch.randint(_COMMON["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(0))
         self.run()  # gradients are there from now on, and the next ones are added to them
         self.calls: list[RecordedCall] = []
         with replaced_experts(_recorder(self.calls)):
@@ -100,7 +121,7 @@ class TrainingStep:
 
     def run(self) -> None:
         """The step."""
-        self.model(input_ids=self._ids, labels=self._ids).loss.backward()
+        self._model(input_ids=self._ids, labels=self._ids).loss.backward()
 
     def run_alone(self) -> None:
         """Its calls without anything between them: all forwards, then all backwards, last layer first."""
@@ -132,27 +153,6 @@ def replaced_experts(function: Callable[..., torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         vars(experts)["moe_experts"] = original
-
-
-def _model(sizes: Mapping[str, Any], rank: int) -> nn.Module:
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    import moesaic.hf
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**{**_COMMON, **sizes}), dtype=torch.bfloat16)
-    moesaic.hf.prepare(model, progress=False)
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
-        task_type="CAUSAL_LM",
-    )
-    adapted: nn.Module = get_peft_model(model, config)
-    return adapted.train()
 
 
 def _recorder(calls: list[RecordedCall]) -> Callable[..., torch.Tensor]:

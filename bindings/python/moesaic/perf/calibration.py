@@ -89,6 +89,31 @@ def calibration_cases(l3_bytes: int) -> tuple[LayerCase, ...]:
     )
 
 
+CALIBRATION_MODEL = {
+    "hidden_size": 640,
+    "intermediate_size": 1280,
+    "moe_intermediate_size": 288,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+    "head_dim": 64,
+    "num_experts": 24,
+    "num_experts_per_tok": 6,
+}
+"""Whose training steps `in_model` is fitted to: as `training_step.MODELS`."""
+CALIBRATION_STEP = LayerCase(
+    ExpertsShape(
+        experts=CALIBRATION_MODEL["num_experts"],
+        hidden=CALIBRATION_MODEL["hidden_size"],
+        intermediate=CALIBRATION_MODEL["moe_intermediate_size"],
+        top_k=CALIBRATION_MODEL["num_experts_per_tok"],
+        rank=16,
+    ),
+    tokens=300,
+)
+"""Its layers, and the tokens of a step."""
+
+
 # Phases of the engine whose thread times add up to a group of the model; P is inside lora_pass.
 _TIMERS: dict[str, tuple[str, ...]] = {
     "routing": ("routing",),
@@ -201,23 +226,25 @@ def make_run(case: LayerCase, layers: dict[tuple[int, int, int], moesaic.Experts
 def fit_in_model(
     model: LayerModel,
     shape: ExpertsShape,
-    turns: Sequence[tuple[Sequence[float], Sequence[float]]],
+    repetitions: Sequence[tuple[Sequence[float], Sequence[float]]],
     statistic: Statistic = statistics.median,
 ) -> LayerRates:
     """The rates with `in_model` and `in_model_backward`: so many times as long the engine's calls take inside of a
     training step as the same ones right after each other, but for what a call costs in both cases. 1 where a layer does
-    not fit the last-level cache, or takes no longer than that.
+    not fit the last-level cache, or takes no longer than a call costs.
 
     Args:
         model: with all other rates fitted.
         shape: of each layer of the step.
-        turns: milliseconds of each call in a step, all forwards, then all backwards; and of the same ones alone.
-        statistic: what is taken of the turns.
+        repetitions: milliseconds of each call in a step, all forwards, then all backwards; and of the same ones alone.
+        statistic: what is taken of them.
     """
     rates = replace(model.rates, in_model=1.0, in_model_backward=1.0)
     if not model.products.fits(shape.weight_bytes):
         return rates
-    inside, alone_ms = ([statistic(call) for call in zip(*some, strict=True)] for some in zip(*turns, strict=True))
+    inside, alone_ms = (
+        [statistic(call) for call in zip(*some, strict=True)] for some in zip(*repetitions, strict=True)
+    )
     count = len(inside) // 2
     found: dict[str, float] = {}
     for suffix, calls in (("", slice(count)), ("_backward", slice(count, None))):

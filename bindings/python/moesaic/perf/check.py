@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moesaic.perf.calibration import (
+    CALIBRATION_MODEL,
+    CALIBRATION_STEP,
     MOST_SECONDS,
     TURNS,
     LayerCase,
@@ -30,7 +32,7 @@ from moesaic.perf.rates import LayerRates, rates_path
 from moesaic.perf.shapes import GemmShape
 
 if TYPE_CHECKING:
-    from moesaic.commands.training_step import RecordedCall
+    from moesaic.commands.training_step import RecordedCall, TrainingStep
 
 __all__ = ["BARS", "CheckPlan", "Pair", "gemm_shapes", "layer_cases", "run_check", "summarise"]
 
@@ -141,13 +143,15 @@ def run_check(threads: int, plan: CheckPlan, progress: Callable[[str], None]) ->
         path = rates_path(machine, threads)
         rates = None if plan.recalibrate else _kept(path)
         new = rates is None
+        calibrates = start.products.fits(CALIBRATION_STEP.shape.weight_bytes)
         steps: _Steps | None = None
-        if new or "step" in plan.parts:
+        if "step" in plan.parts or (new and calibrates):
             try:
-                steps = _Steps(plan, progress)
+                steps = _Steps(plan, progress, calibrates=calibrates)
             except ImportError as error:
-                without = "step" if "step" in plan.parts else "in_model"
-                left_out[without] = f"transformers or PEFT is missing: {error}"
+                for name, wanted in (("step", "step" in plan.parts), ("in_model", new and calibrates)):
+                    if wanted:
+                        left_out[name] = f"transformers or PEFT is missing: {error}"
         cases = list(calibration_cases(machine.l3_bytes)) if new else []
         fitted = len(cases)
         if "layer" in plan.parts:
@@ -299,24 +303,28 @@ class _Steps:
     """The experts inside of training steps, through transformers and PEFT: each call of the engine by the statistic of
     its own repetitions, for nobody leaves a host alone during a whole step. If the plan has steps, those of the model
     of `make demo` are predicted. Another model's run in turn with them, and its calls alone, which `in_model` is fitted
-    to.
+    to, if a layer of it fits the last-level cache.
 
     Raises:
         ImportError: transformers or PEFT is missing.
     """
 
-    _RANK = 16
-    _CALIBRATION_TOKENS, _TOKENS = 300, (512, 192)
+    _RANK, _TOKENS = 16, (512, 192)
 
-    def __init__(self, plan: CheckPlan, progress: Callable[[str], None]) -> None:
-        from moesaic.commands.training_step import MODELS, TrainingStep
+    def __init__(self, plan: CheckPlan, progress: Callable[[str], None], *, calibrates: bool) -> None:
+        from moesaic.commands.training_step import MODELS, TrainingStep, build_model
 
         progress("training steps")
-        self._plan, self._progress, self._turn = plan, progress, 0
-        self._calibration = TrainingStep(MODELS["calibration"], self._CALIBRATION_TOKENS, self._RANK)
+        self._plan, self._progress, self._turn, self._done = plan, progress, 0, 0
+        self._calibration: TrainingStep | None = None
         self._of_calibration: list[tuple[list[float], list[float]]] = []
-        tokens = self._TOKENS if "step" in plan.parts else ()
-        self._measured = [(t, TrainingStep(MODELS["demo"], t, self._RANK), list[list[float]]()) for t in tokens]
+        self._measured: list[tuple[int, TrainingStep, list[list[float]]]] = []
+        if calibrates:
+            model = build_model(CALIBRATION_MODEL, CALIBRATION_STEP.shape.rank)
+            self._calibration = TrainingStep(model, CALIBRATION_STEP.tokens)
+        if "step" in plan.parts:
+            model = build_model(MODELS["demo"], self._RANK)
+            self._measured = [(tokens, TrainingStep(model, tokens), []) for tokens in self._TOKENS]
 
     def turn(self) -> None:
         """So many of the repetitions that they are spread evenly over the turns. What is timed runs behind the same
@@ -325,20 +333,24 @@ class _Steps:
 
         self._turn += 1
         self._progress(f"turn {self._turn} of {TURNS}: training steps")
-        while len(self._of_calibration) * TURNS < self._plan.repetitions * self._turn:
-            times = []
-            for run in (self._calibration.run, self._calibration.run_alone):
-                run()
-                times.append(engine_calls_ms(run))
-            self._of_calibration.append((times[0], times[1]))
+
+        def behind_the_same(run: Callable[[], None]) -> list[float]:
+            run()
+            return engine_calls_ms(run)
+
+        wanted = math.ceil(self._plan.repetitions * self._turn / TURNS)
+        for _ in range(self._done, wanted):
+            if (step := self._calibration) is not None:
+                self._of_calibration.append((behind_the_same(step.run), behind_the_same(step.run_alone)))
             for _, step, runs in self._measured:
-                step.run()
-                runs.append(engine_calls_ms(step.run))
+                runs.append(behind_the_same(step.run))
+        self._done = wanted
 
     def fit_in_model(self, model: LayerModel) -> LayerRates:
         """The model's rates with `in_model` of the same minutes."""
-        shape = self._shape(self._calibration.calls[0])
-        return fit_in_model(model, shape, self._of_calibration, self._plan.statistic)
+        if self._calibration is None:
+            return replace(model.rates, in_model=1.0, in_model_backward=1.0)
+        return fit_in_model(model, CALIBRATION_STEP.shape, self._of_calibration, self._plan.statistic)
 
     def pairs(self, model: LayerModel) -> list[Pair]:
         """The experts' part of each step of the demo's model."""
