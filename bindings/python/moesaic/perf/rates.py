@@ -60,7 +60,8 @@ class LayerRates:
             waking the workers and waiting for them.
         python, python_backward: us of these that pass before the engine begins and after it ends.
         in_model, in_model_backward: times as long as all but call and call_backward takes a layer that fits the
-            last-level cache where calls of other layers and operators of PyTorch come between its own.
+            last-level cache where calls of other layers and operators of PyTorch come between its own; measured in
+            training steps.
     """
 
     direct: float
