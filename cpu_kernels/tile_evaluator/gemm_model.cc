@@ -152,9 +152,9 @@ constexpr double kPieceWaited = 0.3;
 
 /// What each of so many tasks that read the same weights at the same time reads of them from memory, as long as these meet each
 /// weight once: all, until that is what half of the threads would read. (AMX, 16 threads, 32 rows, all of them together, GB/s
-/// where 1, 2, 4, 8 and 16 share their weights: direct 118, 149, 189, 212, 209, unpack 97, 109, 128, 152, 155. Products lose more
-/// where few share: us in tasks of up to 32 rows and in larger ones: 12 x 40 x 896 x 1,792 630, 380; 4 x 250 x 1,280 x 1,536
-/// 1,550, 820; 200 x 1,792 x 896 330 to 350, 250; but 600 x 1,280 x 640, all columns a task, 280, 370.)
+/// where 1, 2, 4, 8 and 16 share their weights: direct 118, 149, 189, 212, 209, unpack 97, 109, 128, 152, 155. Products lose
+/// more where few share: us in tasks of up to 32 rows and in larger ones: 12 x 40 x 896 x 1,792 630, 380; 4 x 250 x 1,280 x
+/// 1,536 1,550, 820; 200 x 1,792 x 896 330 to 350, 250; but 600 x 1,280 x 640, all columns a task, 280, 370.)
 double ReadByEach(double sharers, double threads) { return sharers > 1 ? std::min(1.0, threads / (2 * sharers)) : 1.0; }
 
 /// Sizes of one task, and where its operands are read from the first time.
