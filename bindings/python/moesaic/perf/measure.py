@@ -195,8 +195,8 @@ class _Product:
 
     def turn(self) -> None:
         self.timer.measure([self.configuration], UNTIMED)
-        until, most = time.perf_counter() + _PRODUCT_SECONDS, len(self.milliseconds) + _PRODUCT_RUNS
-        while len(self.milliseconds) < most or time.perf_counter() < until:
+        until, wanted = time.perf_counter() + _PRODUCT_SECONDS, len(self.milliseconds) + _PRODUCT_RUNS
+        while len(self.milliseconds) < wanted or time.perf_counter() < until:
             self.milliseconds += self.timer.measure([self.configuration], 1)[0]
 
 
