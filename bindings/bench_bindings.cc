@@ -175,11 +175,7 @@ class MachineProbe {
     const bench::BestAndMean rates = stream_.Measure(RunnableTier(isa), direct, rows, seconds);
     return {rates.best, rates.mean};
   }
-  double Uneven(const std::string& isa) { return bench::MeasureUneven(RunnableTier(isa), pool_); }
-  std::tuple<double, double, double, double> HandOver(const std::string& isa) {
-    const bench::HandOver found = bench::MeasureHandOver(RunnableTier(isa), pool_);
-    return {found.claim_ns, found.claim_few_ns, found.claim_one_ns, found.fetch_ns};
-  }
+  double Fetch(const std::string& isa) { return bench::MeasureFetch(RunnableTier(isa), pool_); }
   std::unique_ptr<bench::KernelProbe> Kernels(const std::string& isa) {
     return std::make_unique<bench::KernelProbe>(RunnableTier(isa), &pool_);
   }
@@ -229,8 +225,7 @@ void RegisterMachineProbe(py::module_& module) {
       .def("stream", &MachineProbe::Stream, py::arg("isa"), py::arg("direct"), py::arg("rows"), py::arg("seconds"),
            WithoutLock())
       .def("dispatch", &MachineProbe::Dispatch, WithoutLock())
-      .def("uneven", &MachineProbe::Uneven, py::arg("isa"), WithoutLock())
-      .def("hand_over", &MachineProbe::HandOver, py::arg("isa"), WithoutLock())
+      .def("fetch", &MachineProbe::Fetch, py::arg("isa"), WithoutLock())
       .def("kernels", &MachineProbe::Kernels, py::arg("isa"), py::keep_alive<0, 1>(),
            "A KernelProbe on all threads at the same time.");
   py::class_<bench::LatencyProbe>(module, "LatencyProbe", "Loads that depend on each other; profiling/bench/machine_probe.h.")

@@ -229,6 +229,14 @@ class GroupedGemm {
     return gemm_.Measure(configurations, count);
   }
 
+  std::vector<std::pair<double, double>> MeasurePasses(const ConfigurationTuple& tuple, int count) {
+    std::vector<std::pair<double, double>> passes;
+    for (const auto& [packing_ms, uneven] : gemm_.MeasurePasses(ConfigurationOf(tuple), count)) {
+      passes.emplace_back(packing_ms, uneven);
+    }
+    return passes;
+  }
+
   std::uint64_t Digest() const { return gemm_.Digest(); }
 
  private:
@@ -243,6 +251,7 @@ void RegisterEvaluator(py::module_& module) {
   module.attr("gemm_parts") = py::tuple(parts);
   module.attr("gemm_model_version") = kGemmModelVersion;
   module.attr("most_measured_rows") = kMostMeasuredRows;
+  module.def("readers_of_quarter", &ReadersOfQuarter, py::arg("threads"));
   module.def("chunk_rows", &ChunkRows, py::arg("rows"), py::arg("hidden"), py::arg("intermediate"));
   module.def(
       "choose_blocking",
@@ -274,6 +283,8 @@ void RegisterEvaluator(py::module_& module) {
       .def(py::init<const std::string&, const ProblemTuple&, std::shared_ptr<bench::FarWeights>>(), py::arg("isa"),
            py::arg("shape"), py::arg("far") = nullptr, py::call_guard<py::gil_scoped_release>())
       .def("measure", &GroupedGemm::Measure, py::arg("configurations"), py::arg("count"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("measure_passes", &GroupedGemm::MeasurePasses, py::arg("configuration"), py::arg("count"),
            py::call_guard<py::gil_scoped_release>())
       .def("digest", &GroupedGemm::Digest);
 }

@@ -511,10 +511,9 @@ double Beside(const MachineModel& machine, double tasks) {
   return machine.threads == 1 ? 0.0 : std::clamp((tasks - 1) / (machine.threads - 1), 0.0, 1.0);
 }
 
-/// @param at_memory, on_cores  tasks that read from memory and compute at the same time: where there are fewer than threads,
+/// @param tasks  that read from memory and compute at the same time: where there are fewer than threads,
 ///                             each has more of the memory, and of its core
-TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, const MachineModel& machine, double at_memory,
-                double on_cores) {
+TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, const MachineModel& machine, double tasks) {
   const double threads = machine.threads;
   const KernelFigures& kernel = machine.kernel;
   // A rate of x GB/s is x bytes a nanosecond.
@@ -523,7 +522,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   };
   // Two threads of a core share what computes.
   const double of_all = (cost.cells_ns + cost.calls_ns) * kNsToMs, alone = kernel.step_alone * of_all;
-  const double products = alone + (of_all - alone) * Beside(machine, on_cores);
+  const double products = alone + (of_all - alone) * Beside(machine, tasks);
   // A matrix unit has few registers to load tiles ahead into: it waits for those from L2. Vectors wait for bytes at most.
   const bool unit = kernel.unpack_overlaps;
   const double tile_ns = (cost.once ? kWithoutSlices : 1.0) * kernel.l2_tile_ns;
@@ -533,7 +532,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   // What of it the other thread's products do not hide.
   const double unpack = unit ? std::max(0.0, alone + cost.unpack_ns * kNsToMs - products) : cost.unpack_ns * kNsToMs;
   const double memory =
-      supply(MemoryLevel::kMemory, MemoryGbps(problem, machine, at_memory, cost.few)) + cost.lost_ns * kNsToMs;
+      supply(MemoryLevel::kMemory, MemoryGbps(problem, machine, tasks, cost.few)) + cost.lost_ns * kNsToMs;
   const double storing = cost.store_ns * kNsToMs;
   const double fetching = cost.fetched_tiles * machine.fetch_ns * (threads - 1) / threads * kNsToMs;
   // Beside the products, all that overlaps with them: L2 and L3. What vectors unpack comes on top, also where a matrix unit
@@ -662,7 +661,7 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   }
   const double last_round = all_tasks - (std::ceil(all_tasks / threads) - 1) * threads;
   GemmEstimate estimate;
-  double work = 0, tasks = 0, longest = 0, slow = 0;
+  double work = 0, tasks = 0, longest = 0;
   Tasks whole, rest;  // by their columns
   for (const GroupRows& group : problem.groups) {
     const std::int64_t rows = TaskRows(group.rows, configuration, whole_few(group));
@@ -692,16 +691,15 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
         shape.result_to = MemoryLevel::kMemory;
       const double flops = 2.0 * Product(task_rows, task_columns, static_cast<double>(problem.k));
       const TaskCost cost = counter.Count(shape);
-      const TaskTime time = TimeOf(cost, flops, problem, machine, all_tasks, all_tasks);
+      const TaskTime time = TimeOf(cost, flops, problem, machine, all_tasks);
       for (std::size_t i = 0; i < kGemmParts; ++i) estimate.parts[i] += count * time.parts[i] / threads;
       work += count * time.ms;
       tasks += count;
       some.count += count;
       some.work += count * time.ms;
       const bool same = last_round == threads || problem.groups.size() > 1;
-      some.late_work += count * (same ? time : TimeOf(cost, flops, problem, machine, last_round, last_round)).ms;
+      some.late_work += count * (same ? time : TimeOf(cost, flops, problem, machine, last_round)).ms;
       longest = std::max(longest, time.ms);
-      slow = std::max(slow, TimeOf(cost, flops, problem, machine, 1, all_tasks).ms);
     };
     const auto groups = static_cast<double>(group.groups);
     const std::int64_t whole_columns = problem.n / configuration.task_columns;
@@ -720,15 +718,15 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   const double even = work / threads;
   double span = even;
   if (machine.threads > 1 && tasks > 0) {
-    // What the slowest thread's task takes longer, while the others leave the memory to it.
-    const double slowest = machine.uneven[static_cast<std::size_t>(std::min(tasks, threads)) - 1] - 1, delay = slowest * slow;
+    // What the slowest thread's task takes longer.
+    const double slowest = machine.uneven[static_cast<std::size_t>(std::min(tasks, threads)) - 1] - 1, delay = slowest * longest;
     const double waited = 0.5 * work / tasks * (threads - 1) / threads;
     const double rounds = Rounds(whole, rest, threads), filled = std::max(std::min(rounds, even + waited), longest) + delay;
-    // Threads that are not equally fast take more or fewer of several tasks each: their rounds fill up as well, and who takes
-    // the last one is as likely to be slow as not. (AMX, 16 threads, `uneven` 1.5; of 22, 24, 32, 44, 60 and 112 equal tasks:
-    // the longest time of a thread 1.9, 1.95, 2.6, 3.35, 4.4 and 7.5 tasks.)
+    // Threads that are not equally fast take more or fewer of several tasks each: their rounds fill up as well. (AMX, 16
+    // threads, `uneven` 1.4 to 1.5; of 18, 21, 24, 28, 32, 36, 40, 48, 56, 112 and 140 equal tasks the last thread ends 0.42,
+    // 0.50, 0.43, 0.44, 0.57, 0.47, 0.50, 0.45, 0.54, 0.53 and 0.62 of a task after the mean.)
     const double unlike = tasks > threads ? std::min(slowest / kUnlike, 1.0) : 0.0;
-    const double shared = std::max(longest + delay, std::min(rounds + delay, even + waited * (1 + slowest / 2)));
+    const double shared = std::max(longest + delay, even + waited);
     const double alike = problem.groups.size() == 1 ? rounds + delay : filled;
     span = alike + unlike * (shared - alike);
   }

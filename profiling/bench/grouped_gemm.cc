@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -141,10 +142,12 @@ void GroupedGemm::PackActivations(int workers) {
   });
 }
 
-void GroupedGemm::Run(const GemmConfiguration& configuration) {
-  if (!Legal(problem_, configuration)) throw std::invalid_argument("configuration is not one that the kernels can run");
+void GroupedGemm::PlaceFarWeights() {
   if (far_ != nullptr) PlaceWeights(far_->Next(static_cast<std::int64_t>(groups_.size()) * BytesOf(groups_[0].weights)));
-  if (!problem_.packed) PackActivations(pool_.num_threads());
+}
+
+void GroupedGemm::CutTasks(const GemmConfiguration& configuration) {
+  if (!Legal(problem_, configuration)) throw std::invalid_argument("configuration is not one that the kernels can run");
   tasks_.clear();
   for (const Group& group : groups_) {
     const std::int64_t rows = TaskRows(group.rows, configuration, problem_.form == GemmForm::kDirect && IsFew(group));
@@ -155,6 +158,12 @@ void GroupedGemm::Run(const GemmConfiguration& configuration) {
       }
     }
   }
+}
+
+void GroupedGemm::Run(const GemmConfiguration& configuration) {
+  CutTasks(configuration);
+  PlaceFarWeights();
+  if (!problem_.packed) PackActivations(pool_.num_threads());
   pool_.ParallelFor(static_cast<std::int64_t>(tasks_.size()),
                     [&](std::int64_t i, int) { RunTask(tasks_[static_cast<std::size_t>(i)], configuration); });
 }
@@ -356,6 +365,27 @@ std::vector<std::vector<double>> GroupedGemm::Measure(std::span<const GemmConfig
     }
   }
   return times;
+}
+
+std::vector<GroupedGemm::Pass> GroupedGemm::MeasurePasses(const GemmConfiguration& configuration, int count) {
+  CutTasks(configuration);
+  std::vector<Pass> passes;
+  std::vector<double> seconds(tasks_.size());
+  OnAllWorkers(&pool_, [](int) {});
+  for (int i = 0; i < count; ++i) {
+    PlaceFarWeights();
+    const std::int64_t start = profiling::Now();
+    PackActivations(pool_.num_threads());
+    const double packing = SecondsSince(start);
+    pool_.ParallelFor(static_cast<std::int64_t>(tasks_.size()), [&](std::int64_t task, int) {
+      const std::int64_t begin = profiling::Now();
+      RunTask(tasks_[static_cast<std::size_t>(task)], configuration);
+      seconds[static_cast<std::size_t>(task)] = SecondsSince(begin);
+    });
+    const double longest = std::ranges::max(seconds), sum = std::accumulate(seconds.begin(), seconds.end(), 0.0);
+    passes.push_back({packing * 1e3, longest * static_cast<double>(seconds.size()) / sum});
+  }
+  return passes;
 }
 
 double GroupedGemm::Result(std::int64_t group, std::int64_t row, std::int64_t column) const {

@@ -47,6 +47,13 @@ class GroupedGemm {
 
   /// Milliseconds of `count` passes of each configuration, which take turns.
   std::vector<std::vector<double>> Measure(std::span<const GemmConfiguration> configurations, int count);
+  /// What a pass consists of.
+  struct Pass {
+    double packing_ms = 0;
+    double uneven = 1;  ///< the longest task over their mean
+  };
+  /// Of `count` passes. Throws as Run() does.
+  std::vector<Pass> MeasurePasses(const GemmConfiguration& configuration, int count);
 
   /// C of a group and its operands, as numbers; after a Run().
   double Result(std::int64_t group, std::int64_t row, std::int64_t column) const;
@@ -84,6 +91,9 @@ class GroupedGemm {
   /// The groups' weights, one after the other.
   void PlaceWeights(std::byte* at);
   void PackActivations(int worker_count);
+  void PlaceFarWeights();
+  /// The tasks that a configuration makes of the products.
+  void CutTasks(const GemmConfiguration& configuration);
   void RunTask(const Task& task, const GemmConfiguration& configuration);
   /// Whether contractions are cut into calls. The unpack form's are cut inside of one, but where work grows with
   /// the rows: those kernels continue from C, in fp32. (Of few rows the direct form's order of summation depends on where a

@@ -410,51 +410,9 @@ KernelFigures KernelProbe::Figures(double product_ns) const {
   return figures;
 }
 
-double MeasureUneven(const KernelTier& tier, threadpool::Pool& pool) {
-  constexpr std::size_t kTimes = 60;
-  constexpr double kNs = 1e5;
-  const auto workers = static_cast<std::size_t>(pool.num_threads());
-  std::vector<std::unique_ptr<Call>> calls(workers);
-  const std::minstd_rand places = g_places;
-  for (auto& call : calls) {
-    g_places = places;  // the same for all: their tasks are to be equal
-    call = std::make_unique<Call>(tier, tier.right_panels * kPanelRows, tier.left_panels * kPanelRows,
-                                  kCellSteps * kTileColumns, true);
-  }
-  const auto count = static_cast<std::int64_t>(std::max(1.0, kNs / LeastNs([&] { calls[0]->Run(); }, kNs)));
-  // Operands go round, and each time counts as a multiple of the least with the same ones: some lie worse than others all the
-  // same.
-  std::vector<double> seconds(workers * kTimes), least(workers, kNever), ratios;
-  const auto operands = [&](std::size_t worker, std::size_t i) { return (worker + i) % workers; };
-  for (std::size_t i = 0; i < kTimes; ++i) {
-    OnAllWorkers(&pool, [&](int worker) {
-      const auto w = static_cast<std::size_t>(worker);
-      Call& call = *calls[operands(w, i)];
-      call.Run();  // into this core's caches
-      const std::int64_t start = profiling::Now();
-      for (std::int64_t c = 0; c < count; ++c) call.Run();
-      seconds[i * workers + w] = SecondsSince(start);
-    });
-    for (std::size_t w = 0; w < workers; ++w) {
-      double& of_operands = least[operands(w, i)];
-      of_operands = std::min(of_operands, seconds[i * workers + w]);
-    }
-  }
-  for (std::size_t i = 0; i < kTimes; ++i) {
-    double longest = 0, sum = 0;
-    for (std::size_t w = 0; w < workers; ++w) {
-      const double time = seconds[i * workers + w] / least[operands(w, i)];
-      longest = std::max(longest, time);
-      sum += time;
-    }
-    ratios.push_back(longest * static_cast<double>(workers) / sum);
-  }
-  return Median(ratios);
-}
-
-HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool) {
+double MeasureFetch(const KernelTier& tier, threadpool::Pool& pool) {
   constexpr int kTimes = 8;
-  constexpr std::int64_t kTiles = 512, kOthers = 4 << 20;  // bytes, more than an L2
+  constexpr std::int64_t kTiles = 512;
   const std::int64_t threads = pool.num_threads();
   const std::int64_t part = std::max<std::int64_t>(4, 64 / threads), columns = part * threads;
   const std::int64_t rows = std::clamp<std::int64_t>(kTiles / columns, 1, 16) * kPanelRows, numbers = columns * kTileColumns;
@@ -476,53 +434,27 @@ HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool) {
     calls.push_back(std::make_unique<Call>(tier, rows, 2 * kPanelRows, numbers, true));
     calls.back()->set_activations(pack.pairs.data);
   }
-  std::vector<double> seconds(static_cast<std::size_t>(threads));
-  const auto add = [&](std::vector<double>& ns, double tiles, auto&& body) {
+  std::vector<double> seconds(static_cast<std::size_t>(threads)), fetched, kept;
+  const auto read = [&](std::vector<double>& ns) {
     OnAllWorkers(&pool, [&](int worker) {
       const std::int64_t start = profiling::Now();
-      body(worker);
+      calls[static_cast<std::size_t>(worker)]->Run();
       seconds[static_cast<std::size_t>(worker)] = SecondsSince(start);
     });
     double sum = 0;
     for (const double s : seconds) sum += s;
-    ns.push_back(1e9 * sum / static_cast<double>(threads) / tiles);
+    ns.push_back(1e9 * sum / static_cast<double>(threads * pack.panels * columns));
   };
-  const std::int64_t few = ReadersOfQuarter(pool.num_threads());
-  const auto tiles_of_part = static_cast<double>(pack.panels * part), all_tiles = static_cast<double>(pack.panels * columns);
-  std::vector<double> claimed, claimed_few, claimed_one, own, fetched, kept;
-  // Between two calls weights stream through the caches.
-  const ReadBlock read = WidestReadBlock();
-  AlignedBuffer others(kOthers);
-  std::memset(others.data(), 1, static_cast<std::size_t>(kOthers));
-  const auto fill_caches = [&](int) { Keep(read(static_cast<const std::byte*>(others.data()), kOthers, 1)); };
-  int turn = 0;  // each thread packs another part in each
-  const auto packing = [&](int worker) {
-    PackRowsArgs of_worker = pack;
-    of_worker.first_column = (worker + turn) % threads * part;
-    tier.pack_rows(of_worker);
-  };
-  const auto claiming = [&](std::vector<double>& ns) {
-    ++turn;
-    OnAllWorkers(&pool, fill_caches);
-    add(ns, tiles_of_part, packing);
-    add(own, tiles_of_part, packing);
-  };
-  const auto reading = [&](int worker) { calls[static_cast<std::size_t>(worker)]->Run(); };
-  for (int i = 0; i < kTimes; ++i) {
-    add(kept, all_tiles, reading);  // all threads have read all
-    claiming(claimed);
+  for (int turn = 0; turn < kTimes; ++turn) {
     OnAllWorkers(&pool, [&](int worker) {
-      if (worker * few % threads < few) reading(worker);
+      PackRowsArgs of_worker = pack;
+      of_worker.first_column = (worker + turn) % threads * part;
+      tier.pack_rows(of_worker);
     });
-    claiming(claimed_few);
-    claiming(claimed_one);
-    add(fetched, all_tiles, reading);
-    add(kept, all_tiles, reading);
+    read(fetched);
+    read(kept);
   }
-  const auto more = [](const std::vector<double>& ns, const std::vector<double>& base) {
-    return std::max(0.0, Median(ns) - Median(base));
-  };
-  return {more(claimed, own), more(claimed_few, own), more(claimed_one, own), more(fetched, kept)};
+  return std::max(0.0, Median(fetched) - Median(kept));
 }
 
 double MeasureCell(const KernelTier& tier) {

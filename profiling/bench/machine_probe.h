@@ -84,23 +84,10 @@ class KernelProbe {
   double packed_bytes_ = 0;
 };
 
-/// Of equal tasks of some 0.1 ms that all workers begin at the same time, the widest cell again and again: the longest over the
-/// mean, the median of many. (Hardware threads of one core, or those that others delay, are not equally fast.)
-double MeasureUneven(const KernelTier& tier, threadpool::Pool& pool);
-
-/// What it takes that threads hand tiles of activations to each other, nanoseconds of a tile of 1 KB: to pack one that all of
-/// them have read, a quarter (ReadersOfQuarter), or none but the one that packed it before, and to read one that another has
-/// packed, each more than one of a thread's own.
-struct HandOver {
-  double claim_ns = 0, claim_few_ns = 0, claim_one_ns = 0;
-  double fetch_ns = 0;
-};
-
-/// Some 0.5 MB of tiles, which every worker reads in a direct product with two panels of weights of its own and of which each
-/// packs another part every time, after other data went through the caches. The median of a few times, each the mean over the
-/// workers. (On a host in one of its two states packing takes what the median says, and the least is a third of it; in the
-/// other one the median says more.)
-HandOver MeasureHandOver(const KernelTier& tier, threadpool::Pool& pool);
+/// To read a tile of activations, 1 KB, that another thread has packed, more than one of a thread's own: nanoseconds. Some 0.5
+/// MB of tiles, of which each worker packs another part every time and which every worker reads in a direct product with two
+/// panels of weights of its own. The median of a few times, each the mean over the workers.
+double MeasureFetch(const KernelTier& tier, threadpool::Pool& pool);
 
 /// Nanoseconds of one call of the widest cell with six steps, on the calling thread, in some 0.2 ms: beside
 /// call_ns + cell_ns + 6 step_ns it tells whether others use the core just now.

@@ -355,12 +355,8 @@ class MachineProbe:
     def dispatch(self) -> tuple[float, float]:
         """Microseconds: a parallel loop of one task a thread, and each further task of a thread."""
 
-    def hand_over(self, isa: str) -> tuple[float, float, float, float]:
-        """Nanoseconds of a tile of 1 KB: to pack one that all threads have read, that a quarter of them have, that
-        another has packed and none read; to read one that another has packed; each more than one of a thread's own."""
-
-    def uneven(self, isa: str) -> float:
-        """Of equal tasks that all threads begin together, the longest over the mean; the median of many."""
+    def fetch(self, isa: str) -> float:
+        """Nanoseconds to read a tile of 1 KB that another thread has packed, more than one of a thread's own."""
 
     def kernels(self, isa: str) -> KernelProbe:
         """The tier's kernels on all threads at the same time."""
@@ -426,6 +422,9 @@ def adapters_in_place(rows: Sequence[int], input_rank: int, down_rank: int) -> b
 gemm_parts: tuple[str, ...]
 gemm_model_version: int
 most_measured_rows: int
+
+def readers_of_quarter(threads: int) -> int: ...
+
 _Problem = tuple[Sequence[int], int, int, int, int, float, str, bool, bool]
 _Configuration = tuple[int, int, int, int, int, str]
 _Answer = tuple[_Configuration, float, list[float], int, int]
@@ -451,6 +450,9 @@ class GroupedGemm:
     def __init__(self, isa: str, shape: _Problem, far: FarWeights | None = None) -> None: ...
     def measure(self, configurations: Sequence[_Configuration], count: int) -> list[list[float]]:
         """Milliseconds of `count` passes of each, which take turns."""
+
+    def measure_passes(self, configuration: _Configuration, count: int) -> list[tuple[float, float]]:
+        """Of each of `count` passes: milliseconds of packing, and of its tasks the longest over the mean."""
 
     def digest(self) -> int:
         """Of the bits of the last result."""

@@ -9,17 +9,18 @@ overlap with products a good moment tells, the better quartile.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from moesaic import _core
-from moesaic.perf.gemm_evaluator import Configuration, GemmEvaluator
+from moesaic.perf.gemm_evaluator import Configuration, GemmEvaluator, problem_of
 from moesaic.perf.machine import Kernels, Machine, PerThread, at_threads
 from moesaic.perf.shapes import GemmShape
 from moesaic.perf.timing import UNTIMED, ShapeTimer, far_bytes, far_weights
@@ -71,11 +72,15 @@ _PRODUCTS = tuple(
     )
 )
 """Products that say what a whole one takes (`product_factor`): many, for a single one is a tenth off, or a fifth."""
+_IN_TASKS = (("direct", 512, "fp32"), ("direct", 1280, "bf16"), ("unpack", 896, "bf16"))
+"""Form, K and input of products in equal tasks, which say how uneven threads are and what packing takes where others
+have read what lay there before: both depend on what else a host does, and are not what they are by themselves."""
 _FACTOR_STEPS = range(-20, 31)
 """Of 2%, in which `product_factor` is searched."""
 _PRODUCT_RUNS, _PRODUCT_SECONDS = 3, 0.01
 """Of each in a turn, at least, after some until its operands are where they stay."""
 
+_T = TypeVar("_T")
 _Streams = dict[tuple[str, str, int], tuple[float, float]]
 """GB/s of weights by tier, form and rows: in the best milliseconds, and on average."""
 _StreamRows = dict[str, tuple[int, ...]]
@@ -93,14 +98,13 @@ def _counts(threads: int) -> list[int]:
 @dataclasses.dataclass
 class _Rates:
     """What each turn of one number of threads found: L1, L2, L3, memory; multiply-adds, by tier; a dispatch and a task;
-    how uneven threads are; what they hand to each other; weights."""
+    what reading another's tiles takes; weights."""
 
     threads: int
     gbps: list[list[float]] = dataclasses.field(default_factory=list)
     gflops: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     dispatch_us: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    uneven: list[float] = dataclasses.field(default_factory=list)
-    hand_over_ns: list[tuple[float, float, float, float]] = dataclasses.field(default_factory=list)
+    fetch_ns: list[float] = dataclasses.field(default_factory=list)
     streams: dict[tuple[str, str, int], list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
 
     def rate(self, turns: Sequence[float]) -> float:
@@ -157,8 +161,7 @@ class _Host:
         for tier, isa in self.compute_probe.items():
             found.gflops.setdefault(tier, []).append(probe.compute(isa, _SECONDS))
         found.dispatch_us.append(probe.dispatch())
-        found.uneven.append(probe.uneven(self.isa) if threads > 1 else 1.0)
-        found.hand_over_ns.append(probe.hand_over(self.isa) if threads > 1 else (0.0, 0.0, 0.0, 0.0))
+        found.fetch_ns.append(probe.fetch(self.isa) if threads > 1 else 0.0)
         for tier, forms in rows.items():
             for form, counts in forms.items():
                 for count in counts:
@@ -184,6 +187,16 @@ class _Host:
         return max(min(4 * self.l2, self.shared_l3 // (2 * threads)), self.l2 + self.l2 // 4)
 
 
+def _for_a_turn(run: Callable[[int], list[_T]]) -> list[_T]:
+    """What `run` finds in so many passes of a product as a turn has."""
+    run(UNTIMED)
+    found: list[_T] = []
+    until = time.perf_counter() + _PRODUCT_SECONDS
+    while len(found) < _PRODUCT_RUNS or time.perf_counter() < until:
+        found += run(1)
+    return found
+
+
 @dataclasses.dataclass
 class _Product:
     """One of `_PRODUCTS` in the evaluator's configuration, on all threads, with weights from memory."""
@@ -194,22 +207,61 @@ class _Product:
     milliseconds: list[float] = dataclasses.field(default_factory=list)
 
     def turn(self) -> None:
-        self.timer.measure([self.configuration], UNTIMED)
-        until, wanted = time.perf_counter() + _PRODUCT_SECONDS, len(self.milliseconds) + _PRODUCT_RUNS
-        while len(self.milliseconds) < wanted or time.perf_counter() < until:
-            self.milliseconds += self.timer.measure([self.configuration], 1)[0]
+        self.milliseconds += _for_a_turn(functools.partial(self.timer.passes, self.configuration))
 
 
-def _products(machine: Machine) -> list[_Product]:
+def _products(machine: Machine, far: _core.FarWeights) -> list[_Product]:
     """Those of `_PRODUCTS` that take longer where computing does: none that the forms for few rows compute."""
     slower = dataclasses.replace(machine, product_factor={1: 2.0})
-    evaluator, far = GemmEvaluator(machine, cache=False), far_weights()
+    evaluator = GemmEvaluator(machine, cache=False)
     found = []
     for shape in _PRODUCTS:
         answer = evaluator.evaluate(shape)
         configuration = answer.configuration
         if GemmEvaluator(slower, cache=False).estimate(shape, configuration).milliseconds != answer.milliseconds:
             found.append(_Product(shape, configuration, ShapeTimer(evaluator.isa, shape, far)))
+    return found
+
+
+@dataclasses.dataclass
+class _EqualTasks:
+    """A product on all threads in equal tasks, with weights from memory: of each pass what packing takes, and the
+    longest task over the mean."""
+
+    shape: GemmShape
+    configuration: Configuration
+    gemm: _core.GroupedGemm
+    passes: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+
+    def turn(self) -> None:
+        self.passes += _for_a_turn(functools.partial(self.gemm.measure_passes, self.configuration.as_tuple()))
+
+    def claim_ns(self, machine: Machine, threads: int) -> float:
+        """What a tile takes, where others have read what lay there before, beside what packing takes in any case."""
+
+        def packing_ms(shape: GemmShape, ns: float) -> float:
+            some = _claiming(machine, threads, (ns, ns, ns))
+            return GemmEvaluator(some, cache=False).estimate(shape, self.configuration).parts["packing"]
+
+        other = packing_ms(dataclasses.replace(self.shape, packed=True), 0.0)  # part of the tasks
+        free, thousand = packing_ms(self.shape, 0.0) - other, packing_ms(self.shape, 1000.0) - other
+        measured = statistics.median(packing for packing, _ in self.passes) - machine.job_us[threads] * 1e-3
+        return max(0.0, 1000.0 * (measured - free) / (thousand - free))
+
+
+def _equal_tasks(isa: str, tasks: int, readers: int, far: _core.FarWeights) -> list[_EqualTasks]:
+    """Products of `_IN_TASKS` in about so many tasks, of which `readers` read the same activations."""
+    rows = 16 * tasks * max(4, math.ceil(16 / tasks))  # more than forms for few rows take
+    columns = 128 * tasks
+    task_rows, task_columns = (
+        math.ceil(size / parts / unit) * unit
+        for size, parts, unit in ((rows, tasks // readers, 16), (columns, readers, 128))
+    )
+    found = []
+    for form, k, given in _IN_TASKS:
+        shape = GemmShape(groups=1, m=rows, k=k, n=columns, form=form, input=given)
+        configuration = Configuration(form, task_rows, task_columns, task_rows, task_columns, k, "columns")
+        found.append(_EqualTasks(shape, configuration, _core.GroupedGemm(isa, problem_of(shape, form), far)))
     return found
 
 
@@ -234,6 +286,9 @@ class Measurement:
         # Rows with which the kernels are tried on weights from memory; between one and all threads only those that
         # the memory bounds.
         self._products: list[_Product] = []
+        # In as many tasks as threads, of which all, a quarter or one read the same activations; in fewer tasks.
+        self._shared: list[list[_EqualTasks]] = []
+        self._fewer: dict[int, list[_EqualTasks]] = {}
         self._rows: dict[str, _StreamRows] = {}
         self._fewest: dict[str, _StreamRows] = {}
         self.forget()
@@ -244,9 +299,14 @@ class Measurement:
         host.begin()
         for product in self._products:
             product.milliseconds.clear()
+        for tasks in self._in_tasks():
+            tasks.passes.clear()
         self._found = {n: _Rates(n) for n in self._probes}
         everyone = host.threads
         self._together = {tier: self._probes[everyone].kernels(tier) for tier in host.tiers} if everyone > 1 else {}
+
+    def _in_tasks(self) -> Iterator[_EqualTasks]:
+        return itertools.chain(*self._shared, *self._fewer.values())
 
     def rounds(self, count: int) -> None:
         """So many more rounds."""
@@ -255,6 +315,12 @@ class Measurement:
             self._rows = self._first_rows()
             of_host = self._rows[host.isa]
             self._fewest = {host.isa: {form: _fewest(counts) for form, counts in of_host.items()}}
+            if host.threads > 1:
+                self._far = far_weights()
+                some = functools.partial(_equal_tasks, host.isa, far=self._far)
+                readers = (host.threads, _core.readers_of_quarter(host.threads), 1)
+                self._shared = [some(host.threads, n) for n in readers]
+                self._fewer = {n: some(n, n) for n in self._probes if 1 < n < host.threads}
         for i in range(count):
             self._tell(f"describing this host: {i + 1} of {count}")
             host.one_thread()
@@ -262,10 +328,12 @@ class Measurement:
                 host.turn(probe, self._found[n], self._rows if n in (1, host.threads) else self._fewest)
             for kernels in self._together.values():
                 kernels.turn()
-            if host.threads > 1 and not self._products and len(self._found[host.threads].uneven) > 1:
-                self._products = _products(self.machine())
+            if host.threads > 1 and not self._products and len(self._found[host.threads].fetch_ns) > 1:
+                self._products = _products(self.machine(), self._far)
             for product in self._products:
                 product.turn()
+            for tasks in self._in_tasks():
+                tasks.turn()
 
     def _first_rows(self) -> dict[str, _StreamRows]:
         """By tier with how many rows the kernels are tried on weights from memory, from a few rounds of one thread."""
@@ -313,10 +381,6 @@ class Measurement:
                 few_direct_gbps=caches[3],
                 few_unpack_gbps=caches[3],
             )
-        handed = [
-            by_threads(lambda rates, i=i: statistics.median(ns[i] for ns in rates.hand_over_ns))  # type: ignore[misc]
-            for i in range(4)
-        ]
         latency = [max(host.latency_ns[: level + 1]) for level in range(4)]
         machine = Machine(
             name=platform.node() or "here",
@@ -341,15 +405,29 @@ class Measurement:
             dram_ns=latency[3],
             job_us=by_threads(lambda rates: rates.time([job for job, _ in rates.dispatch_us])),
             task_us=by_threads(lambda rates: rates.time([task for _, task in rates.dispatch_us])),
-            uneven=by_threads(lambda rates: statistics.median(rates.uneven)),
+            uneven=self._uneven(),
             product_factor={1: 1.0},
-            **dict(zip(("claim_ns", "claim_few_ns", "claim_one_ns", "fetch_ns"), handed, strict=True)),
+            claim_ns={1: 0.0},
+            claim_few_ns={1: 0.0},
+            claim_one_ns={1: 0.0},
+            fetch_ns=by_threads(lambda rates: statistics.median(rates.fetch_ns)),
             kernels=kernels,
         )
         streams = {n: {key: _of_turns(rates) for key, rates in some.streams.items()} for n, some in found.items()}
         for tier in host.tiers:
             machine = _with_supply(machine, tier, streams)
+        if host.threads > 1:
+            claims = [statistics.median(one.claim_ns(machine, host.threads) for one in some) for some in self._shared]
+            machine = _claiming(machine, host.threads, claims)
         return self._with_product_factor(machine)
+
+    def _uneven(self) -> dict[int, float]:
+        """Of so many equal tasks the longest over the mean."""
+        found = {1: 1.0}
+        if self._host.threads > 1:
+            for n, some in {**self._fewer, self._host.threads: [*itertools.chain(*self._shared)]}.items():
+                found[n] = statistics.median(uneven for one in some for _, uneven in one.passes)
+        return found
 
     def _with_product_factor(self, machine: Machine) -> Machine:
         """The machine with the factor with which the model says best what the products took."""
@@ -365,6 +443,12 @@ class Measurement:
             return some, sum(abs(math.log(error)) for error in errors)
 
         return min(map(fitted, (1.02**step for step in _FACTOR_STEPS)), key=operator.itemgetter(1))[0]
+
+
+def _claiming(machine: Machine, threads: int, claims: Sequence[float]) -> Machine:
+    """The machine with what it takes on so many threads to pack a tile that all, a quarter, one of them have read."""
+    every, few, one = ({1: 0.0, threads: ns} for ns in claims)
+    return dataclasses.replace(machine, claim_ns=every, claim_few_ns=few, claim_one_ns=one)
 
 
 def _of_turns(rates: Sequence[tuple[float, float]]) -> tuple[float, float]:

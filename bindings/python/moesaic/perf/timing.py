@@ -88,6 +88,10 @@ class ShapeTimer:
                 times[i] += self._forms[configuration.form].measure([configuration.as_tuple()], 1)[0]
         return times
 
+    def passes(self, configuration: Configuration, count: int) -> list[float]:
+        """Milliseconds of so many passes of one configuration."""
+        return self.measure([configuration], count)[0]
+
 
 def time_in_turns(
     isa: str,
@@ -108,13 +112,13 @@ def time_in_turns(
         before_turn()
         progress(f"turn {turn} of {TURNS}: {len(cases)} products")
         for timer, row, (_, configuration) in zip(timers, times, cases, strict=True):
-            timer.measure([configuration], UNTIMED)
+            timer.passes(configuration, UNTIMED)
             begin = time.perf_counter()
             before = quiet()
             while (now := time.perf_counter() - begin) < seconds / TURNS and (
                 now < _LEAST_SECONDS / TURNS or len(row) * TURNS < count * turn
             ):
-                (found,) = timer.measure([configuration], 1)
+                found = timer.passes(configuration, 1)
                 after = quiet()
                 if before and after:
                     row += found
