@@ -159,7 +159,7 @@ GemmAnswer ChooseGemm(const GemmProblem& problem, const MachineModel& machine, C
     ++best.candidates;
     if (again || !Legal(problem, c)) return;
     const GemmEstimate estimate = EstimateGemm(problem, c, machine);
-    if (best.configuration.task_rows != 0 && estimate.own_milliseconds >= best.estimate.own_milliseconds) return;
+    if (best.configuration.task_rows != 0 && estimate.milliseconds >= best.estimate.milliseconds) return;
     best.configuration = c;
     best.estimate = estimate;
   });
@@ -174,7 +174,8 @@ std::vector<GemmAnswer> RankGemm(const GemmProblem& problem, const MachineModel&
     ++candidates;
     if (!again && Legal(problem, c)) answers.push_back({c, EstimateGemm(problem, c, machine), 0});
   });
-  std::ranges::stable_sort(answers, {}, [](const GemmAnswer& answer) { return answer.estimate.own_milliseconds; });
+  std::stable_sort(answers.begin(), answers.end(),
+                   [](const GemmAnswer& a, const GemmAnswer& b) { return a.estimate.milliseconds < b.estimate.milliseconds; });
   if (answers.size() > count) answers.resize(count);
   for (GemmAnswer& answer : answers) answer.candidates = candidates;
   return answers;

@@ -738,7 +738,7 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     span = alike + unlike * (shared - alike);
   }
   PartOf(estimate.parts, GemmPart::kScheduling) = span - even;
-  double packing = 0, claiming = 0;
+  double packing = 0;
   if (!problem.packed) {
     // One thread reads what it writes before. Of several each takes the rows from those that have read them, and the lines that
     // it writes, too. (AMX, 16 threads: a tile that nobody else has read takes 60 ns more than packing and claiming it, of fp32
@@ -746,18 +746,16 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     const double read = machine.threads == 1 ? all_rows * static_cast<double>(problem.k * (problem.input_bytes + 4)) : 0.0;
     const double readers = std::min(threads, column_tasks), others = (threads - 1) / threads;
     const double handed = machine.fetch_ns * others;
+    const double busy =
+        packed_bytes / machine.kernel.pack_gbps + read / machine.gbps[2] + all_tiles * (handed + ClaimNs(machine, readers));
     const auto pieces = static_cast<double>(CutPacking(problem, machine.threads).pieces);
-    const double share = std::max(1 / pieces, 1 / threads + kPieceWaited / pieces * others);  // of all threads' time
-    claiming = all_tiles * ClaimNs(machine, readers) * share * kNsToMs;
-    packing =
-        (packed_bytes / machine.kernel.pack_gbps + read / machine.gbps[2] + all_tiles * handed) * share * kNsToMs + claiming;
+    packing = std::max(busy / pieces, busy / threads + kPieceWaited * busy / pieces * others) * kNsToMs;
   }
   PartOf(estimate.parts, GemmPart::kPacking) += packing;
   const double jobs = problem.packed ? 1.0 : 2.0;
   const double dispatch = (jobs * machine.job_us + tasks / threads * machine.task_us) * 1e-3;
   PartOf(estimate.parts, GemmPart::kDispatch) = dispatch;
   estimate.milliseconds = span + packing + dispatch;
-  estimate.own_milliseconds = estimate.milliseconds - claiming;
   const auto largest = std::max_element(estimate.parts.begin(), estimate.parts.end());
   estimate.bound = static_cast<GemmPart>(largest - estimate.parts.begin());
   return estimate;

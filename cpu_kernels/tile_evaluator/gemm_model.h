@@ -71,9 +71,6 @@ struct GemmEstimate {
   double milliseconds = 0;
   std::array<double, kGemmParts> parts{};  ///< milliseconds, their sum is the whole
   GemmPart bound = GemmPart::kArithmetic;  ///< the largest part
-  /// Without what it costs that others have read what lay where activations are packed. `milliseconds` is of a call that the
-  /// same one came before; what a configuration deserves to be chosen for is not what the call before it left.
-  double own_milliseconds = 0;
 };
 
 /// @param configuration  one of Candidates(), or any that Legal() accepts
@@ -114,7 +111,7 @@ struct GemmAnswer {
   std::int64_t candidates = 0;
 };
 
-/// The candidate with the least GemmEstimate::own_milliseconds; of equal ones the first.
+/// The candidate with the least predicted time; of equal ones the first.
 GemmAnswer ChooseGemm(const GemmProblem& problem, const MachineModel& machine, CandidateSpace space);
 
 /// The `count` best candidates, best first.
