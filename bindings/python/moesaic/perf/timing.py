@@ -74,10 +74,9 @@ class ShapeTimer:
 
     def measure(self, configurations: Sequence[Configuration], count: int) -> list[list[float]]:
         """Milliseconds of each configuration in `count` rounds, in each of which all take their turn, in another order
-        each time: what ran before decides what the caches hold. Each is timed behind an untimed pass of its own: packing
-        pays for the threads that have read what the pass before packed, so that configurations would pay for each
-        other. (AMX, 16 threads, 448 x 1,920 x 640: whole rows of columns, which one thread reads, 0.31 ms behind
-        themselves and 0.50 behind others.)"""
+        each time: what ran before decides what the caches hold. Each is timed behind an untimed pass of its own:
+        packing pays for the threads that have read what the pass before packed, and configurations would pay for each
+        other. (AMX, 16 threads, 448 x 1,920 x 640: where one thread reads a tile 0.31 ms, 0.50 behind others.)"""
         times: list[list[float]] = [[] for _ in configurations]
         order = list(range(len(configurations)))
         for _ in range(count):
