@@ -58,10 +58,10 @@ struct MachineModel {
   std::int64_t l3_bytes = 0;                       ///< all of L3
   double job_us = 0;                               ///< a parallel loop that does nothing
   double task_us = 0;                              ///< one more task in it
-  /// Of equal tasks that 1, 2, ... and all threads begin together, the longest over the mean.
+  /// Of 1, 2, ... and as many equal tasks as threads, the longest over the mean.
   std::vector<double> uneven;
-  /// To pack a tile that all threads have read, that a quarter of them have (ReadersOfQuarter), or that another one has packed:
-  /// more than one that was the packing thread's own.
+  /// To pack a tile that all threads have read, that a quarter of them have (ReadersOfQuarter), or that one has: more than
+  /// packing takes in any case.
   double claim_ns = 0, claim_few_ns = 0, claim_one_ns = 0;
   /// To read a tile that another thread has packed, more than one of a thread's own; and to read the rows of one that is
   /// packed.

@@ -128,6 +128,28 @@ TEST(GroupedGemm, TakesOtherFarWeightsEachTime) {
   EXPECT_NEAR(own.Result(2, 0, 256), Expected(own, 2, 0, 256, c.problem.k), 0.1);
 }
 
+TEST(GroupedGemm, PassesInParts) {
+  const Case c = Cases()[1];
+  const GemmConfiguration configuration{16, 128, 16, 32, 545, LoopOrder::kRows};
+  threadpool::Pool pool(2);
+  GroupedGemm gemm(*KernelTiers().back(), c.problem, pool), whole(*KernelTiers().back(), c.problem, pool);
+  const std::vector<GroupedGemm::Pass> passes = gemm.MeasurePasses(configuration, 3);
+  ASSERT_EQ(passes.size(), 3u);
+  for (const GroupedGemm::Pass& pass : passes) {
+    EXPECT_GT(pass.packing_ms, 0);
+    EXPECT_GE(pass.uneven, 1);   // the longest of some is no shorter than their mean
+    EXPECT_LT(pass.uneven, 33);  // and that much longer only if all others take nothing
+  }
+  whole.Run(configuration);
+  EXPECT_EQ(gemm.Digest(), whole.Digest());
+  GemmProblem one = c.problem;
+  one.groups = {{16, 1}};
+  one.n = 128;
+  GroupedGemm alone(*KernelTiers().back(), one, pool);
+  EXPECT_DOUBLE_EQ(alone.MeasurePasses(configuration, 1)[0].uneven, 1);
+  EXPECT_THROW(gemm.MeasurePasses({17, 128, 16, 32, 545, LoopOrder::kRows}, 1), std::invalid_argument);
+}
+
 TEST(GroupedGemm, RefusesWhatTheKernelsCannotRun) {
   GemmProblem problem = Cases()[3].problem;
   threadpool::Pool pool(1);

@@ -312,6 +312,38 @@ def test_measured_figures_make_sense(monkeypatch, threads):
     assert Machine.from_json(machine.to_json()) == machine
 
 
+@pytest.mark.parametrize("readers", [16, 4, 1])
+def test_claims_are_what_makes_packing_take_as_long_as_measured(readers):
+    machine = Machine.named("emr-16c")
+    world = measure._claiming(machine, 16, (1700.0, 900.0, 140.0))
+    expected = {16: 1700.0, 4: 900.0, 1: 140.0}[readers]
+    claims = []
+    for form, k, given in measure._IN_TASKS:
+        shape, configuration = measure._in_tasks(16, readers, form, k, given)
+        assert shape.n // configuration.task_columns == readers
+        assert shape.m // configuration.task_rows * readers == 16
+        evaluator = GemmEvaluator(world, 16, cache=False)
+        whole, packed = (
+            evaluator.estimate(some, configuration).parts["packing"]
+            for some in (shape, dataclasses.replace(shape, packed=True))
+        )
+        packing_ms = whole - packed + machine.job_us[16] * 1e-3
+        tasks = measure._EqualTasks(shape, configuration, None, [(packing_ms, 1.2), (9.0, 2.0), (0.0, 1.0)])
+        claims.append(tasks.claim_ns(machine, 16))
+        quick = measure._EqualTasks(shape, configuration, None, [(0.0, 1.2)])
+        assert quick.claim_ns(machine, 16) == 0.0
+    assert claims == pytest.approx([expected] * 3)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 4, 12, 16, 60])
+def test_equal_tasks_are_as_many_as_threads(threads):
+    for readers in (threads, _core.readers_of_quarter(threads), 1):
+        for form, k, given in measure._IN_TASKS:
+            shape, c = measure._in_tasks(threads, readers, form, k, given)
+            tasks = -(-shape.m // c.task_rows) * -(-shape.n // c.task_columns)
+            assert 0.7 * threads <= tasks <= threads and shape.m >= measure._FEWEST_OF_CELLS
+
+
 def test_products_that_describe_a_host_are_not_predicted():
     held_out = {(shape.groups, shape.m, shape.k, shape.n) for shape in gemm_shapes()}
     assert len(held_out) == 40 and held_out.isdisjoint(

@@ -83,7 +83,7 @@ def add_parser(commands: Any) -> None:
     check.add_argument("--calibrate", action="store_true", help="fit the rates of the layers on this host anew")
     check.add_argument("--full", action="store_true", help="also layers of a gigabyte and more")
     check.add_argument("--only", choices=("gemm", "layer", "step"), action="append", help="only these parts")
-    check.add_argument("--reps", type=options.positive, default=7, metavar="R", help="repetitions (default 7)")
+    check.add_argument("--reps", type=options.positive, default=25, metavar="R", help="repetitions (default 25)")
     check.add_argument(
         "--seconds", type=options.positive, default=12, metavar="S", help="for a case to be undisturbed in (default 12)"
     )

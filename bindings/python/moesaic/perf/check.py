@@ -82,7 +82,7 @@ class CheckPlan:
         disturbed: all repetitions count, whatever others do to the host.
     """
 
-    repetitions: int = 7
+    repetitions: int = 25
     statistic: Statistic = statistics.median
     full: bool = False
     recalibrate: bool = False

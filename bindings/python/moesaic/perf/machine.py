@@ -158,13 +158,13 @@ class Machine:
     task_us: ByThreads
     """What each further task costs a thread."""
     uneven: ByThreads
-    """Of equal tasks that all threads begin together, the longest over the mean."""
+    """Of so many equal tasks of a product, on all threads, the longest over the mean."""
     claim_ns: ByThreads
-    """To pack a tile of 1 KB that all threads have read, more than one that was the packing thread's own."""
+    """To pack a tile of 1 KB that all threads have read, more than packing takes in any case; in products."""
     claim_few_ns: ByThreads
     """To pack one that a quarter of them have read, one at least."""
     claim_one_ns: ByThreads
-    """To pack one that another thread has packed and none has read."""
+    """To pack one that one thread has read."""
     fetch_ns: ByThreads
     """To read a tile that another thread has packed, more than one of a thread's own; and to read the rows that
     become one."""

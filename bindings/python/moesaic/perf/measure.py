@@ -249,20 +249,25 @@ class _EqualTasks:
         return max(0.0, 1000.0 * (measured - free) / (thousand - free))
 
 
-def _equal_tasks(isa: str, tasks: int, readers: int, far: _core.FarWeights) -> list[_EqualTasks]:
-    """Products of `_IN_TASKS` in about so many tasks, of which `readers` read the same activations."""
+def _in_tasks(tasks: int, readers: int, form: str, k: int, given: str) -> tuple[GemmShape, Configuration]:
+    """A product in about so many equal tasks, of which `readers` read the same activations."""
     rows = 16 * tasks * max(4, math.ceil(16 / tasks))  # more than forms for few rows take
     columns = 128 * tasks
     task_rows, task_columns = (
         math.ceil(size / parts / unit) * unit
         for size, parts, unit in ((rows, tasks // readers, 16), (columns, readers, 128))
     )
-    found = []
-    for form, k, given in _IN_TASKS:
-        shape = GemmShape(groups=1, m=rows, k=k, n=columns, form=form, input=given)
-        configuration = Configuration(form, task_rows, task_columns, task_rows, task_columns, k, "columns")
-        found.append(_EqualTasks(shape, configuration, _core.GroupedGemm(isa, problem_of(shape, form), far)))
-    return found
+    shape = GemmShape(groups=1, m=rows, k=k, n=columns, form=form, input=given)
+    return shape, Configuration(form, task_rows, task_columns, task_rows, task_columns, k, "columns")
+
+
+def _equal_tasks(isa: str, tasks: int, readers: int, far: _core.FarWeights) -> list[_EqualTasks]:
+    """Those of `_IN_TASKS`."""
+    cases = [_in_tasks(tasks, readers, *one) for one in _IN_TASKS]
+    return [
+        _EqualTasks(shape, configuration, _core.GroupedGemm(isa, problem_of(shape, configuration.form), far))
+        for shape, configuration in cases
+    ]
 
 
 class Measurement:
@@ -299,13 +304,13 @@ class Measurement:
         host.begin()
         for product in self._products:
             product.milliseconds.clear()
-        for tasks in self._in_tasks():
+        for tasks in self._all_tasks():
             tasks.passes.clear()
         self._found = {n: _Rates(n) for n in self._probes}
         everyone = host.threads
         self._together = {tier: self._probes[everyone].kernels(tier) for tier in host.tiers} if everyone > 1 else {}
 
-    def _in_tasks(self) -> Iterator[_EqualTasks]:
+    def _all_tasks(self) -> Iterator[_EqualTasks]:
         return itertools.chain(*self._shared, *self._fewer.values())
 
     def rounds(self, count: int) -> None:
@@ -332,7 +337,7 @@ class Measurement:
                 self._products = _products(self.machine(), self._far)
             for product in self._products:
                 product.turn()
-            for tasks in self._in_tasks():
+            for tasks in self._all_tasks():
                 tasks.turn()
 
     def _first_rows(self) -> dict[str, _StreamRows]:
