@@ -132,10 +132,9 @@ struct TaskCost {
 /// 35 tasks of 96 rows 352 us, in ten of 300 481; 4 x 1,024 x 4,352 in 34 tasks 112, in twelve 141.)
 constexpr double kUnlike = 0.25;
 
-/// To pack a tile that so many threads have read, more than one of a thread's own: between what was measured. (AMX, 16 threads,
-/// in two states of a host, with packing itself, 0.2 us: 0.3, 0.3, 0.5, 0.5, 0.6 and 0.7 us where 1, 2, 3, 4, 8 and all have;
-/// 0.3, 0.4, 0.4 to 1.3, 0.5 to 1.6, 1.3 to 1.7 and up to 2. In products, where 1, 2, 3, 4, 8 and 14 have, in the first state:
-/// 0.23, 0.3, 0.5 to 0.7, 0.5 to 1.0, 0.7, 0.7.)
+/// To pack a tile that so many threads have read, more than packing takes in any case: between what was measured. (AMX, 16
+/// threads, products in which 1, 2, 3, 4, 5, 6 and more have, medians of four runs: 0.13 to 0.16, 0.19 to 0.23, 0.7 to 0.9, 0.8
+/// to 1.1, 1.2 to 1.4, 1.2 to 1.7 and 1.3 to 1.9 us; on a slower machine 0.17, 0.17, 0.35, 0.40, 0.42, 0.51, 0.65.)
 double ClaimNs(const MachineModel& machine, double readers) {
   const double few = ReadersOfQuarter(machine.threads), all = machine.threads;
   if (readers < few) {
@@ -512,7 +511,7 @@ double Beside(const MachineModel& machine, double tasks) {
 }
 
 /// @param tasks        that compute at the same time: where there are fewer than threads, each has more of its core
-/// @param memory_gbps  at which weights come, as MemoryGbps() gives it
+/// @param memory_gbps  at which weights would come for all threads together
 TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, const MachineModel& machine, double tasks,
                 double memory_gbps) {
   const double threads = machine.threads;
@@ -691,8 +690,9 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
         shape.result_to = MemoryLevel::kMemory;
       const double flops = 2.0 * Product(task_rows, task_columns, static_cast<double>(problem.k));
       const TaskCost cost = counter.Count(shape);
-      // Fewer tasks than threads gain half of that, by their logarithms. (AMX, 16 threads, tasks whose time is memory's: with
-      // all of it 5, 7, 9 and 12 take 0.65, 0.76, 0.82 and 0.9 of what they really do, with none of it nine take 1.1.)
+      // Fewer tasks than threads gain half of what so many threads alone have more of the memory, by logarithms. (AMX, 16
+      // threads, tasks whose time is memory's: with all of it 5, 7, 9 and 12 take 0.65, 0.76, 0.82 and 0.9 of what they
+      // really do, with none of it nine take 1.1.) Those of a last round, which follow others, were not seen apart.
       const double gbps = MemoryGbps(problem, machine, all_tasks, few), of_all = MemoryGbps(problem, machine, threads, few);
       const TaskTime time = TimeOf(cost, flops, problem, machine, all_tasks, std::sqrt(gbps * of_all));
       for (std::size_t i = 0; i < kGemmParts; ++i) estimate.parts[i] += count * time.parts[i] / threads;

@@ -375,8 +375,8 @@ std::vector<GroupedGemm::Pass> GroupedGemm::MeasurePasses(const GemmConfiguratio
   for (int i = 0; i < count; ++i) {
     PlaceFarWeights();
     const std::int64_t start = profiling::Now();
-    PackActivations(pool_.num_threads());
-    const double packing = SecondsSince(start);
+    if (!problem_.packed) PackActivations(pool_.num_threads());
+    const double packing = problem_.packed ? 0.0 : SecondsSince(start);
     pool_.ParallelFor(static_cast<std::int64_t>(tasks_.size()), [&](std::int64_t task, int) {
       const std::int64_t begin = profiling::Now();
       RunTask(tasks_[static_cast<std::size_t>(task)], configuration);

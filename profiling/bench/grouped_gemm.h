@@ -47,7 +47,7 @@ class GroupedGemm {
 
   /// Milliseconds of `count` passes of each configuration, which take turns.
   std::vector<std::vector<double>> Measure(std::span<const GemmConfiguration> configurations, int count);
-  /// What a pass consists of.
+  /// What packing took in a pass, nothing if problem.packed, and how unequal its tasks were.
   struct Pass {
     double packing_ms = 0;
     double uneven = 1;  ///< the longest task over their mean
@@ -91,6 +91,7 @@ class GroupedGemm {
   /// The groups' weights, one after the other.
   void PlaceWeights(std::byte* at);
   void PackActivations(int worker_count);
+  /// The next ones, if there are any.
   void PlaceFarWeights();
   /// The tasks that a configuration makes of the products.
   void CutTasks(const GemmConfiguration& configuration);

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <random>
@@ -145,8 +146,21 @@ TEST(GroupedGemm, PassesInParts) {
   GemmProblem one = c.problem;
   one.groups = {{16, 1}};
   one.n = 128;
+  one.packed = true;
   GroupedGemm alone(*KernelTiers().back(), one, pool);
-  EXPECT_DOUBLE_EQ(alone.MeasurePasses(configuration, 1)[0].uneven, 1);
+  const GroupedGemm::Pass pass = alone.MeasurePasses(configuration, 1)[0];
+  EXPECT_DOUBLE_EQ(pass.uneven, 1);
+  EXPECT_EQ(pass.packing_ms, 0);
+  // One of 512 rows and three of 16: 3.7 times their mean.
+  one.groups = {{512, 1}, {16, 3}};
+  GroupedGemm unequal(*KernelTiers().back(), one, pool);
+  std::vector<double> ratios;
+  for (const GroupedGemm::Pass& p : unequal.MeasurePasses({512, 128, 16, 32, 545, LoopOrder::kRows}, 9)) {
+    ratios.push_back(p.uneven);
+  }
+  std::ranges::nth_element(ratios, ratios.begin() + 4);
+  EXPECT_GT(ratios[4], 2);
+  EXPECT_LT(ratios[4], 4);
   EXPECT_THROW(gemm.MeasurePasses({17, 128, 16, 32, 545, LoopOrder::kRows}, 1), std::invalid_argument);
 }
 

@@ -72,6 +72,25 @@ def test_half_of_a_mean_task_is_waited_for_where_threads_are_unlike():
     assert whole < more < 1.05 * whole
 
 
+def test_what_the_slowest_and_the_last_task_take_longer():
+    machine = dataclasses.replace(Machine.named("emr-16c"), uneven={1: 1.0, 8: 1.3, 16: 1.5})
+
+    def of_even(tasks: int) -> float:
+        shape = GemmShape(m=tasks * 192, k=768, n=512, form="direct", packed=True)
+        configuration = Configuration("direct", 192, 512, 192, 512, 768, "columns")
+        parts = dict(GemmEvaluator(machine, 16, cache=False).estimate(shape, configuration).parts)
+        waited = parts.pop("scheduling")
+        del parts["dispatch"]
+        return waited / sum(parts.values())
+
+    # Rounds or not: half of a task, of which each thread has two, or three and a quarter.
+    assert of_even(32) == pytest.approx(0.5 * 15 / 16 / 2)
+    assert of_even(52) == pytest.approx(0.5 * 15 / 16 / 3.25)
+    # No more tasks than threads: the slowest one, of the one that has its weights from memory.
+    assert of_even(16) == pytest.approx(0.5, rel=0.02)
+    assert of_even(8) == pytest.approx(2 * 1.3 - 1, rel=0.02)
+
+
 def test_few_tasks_have_more_of_the_memory_each():
     machine = dataclasses.replace(Machine.named("emr-16c"), uneven={1: 1.0})
     kernels = machine.kernels["amx_bf16"]

@@ -285,7 +285,7 @@ def test_what_a_guest_gets_of_the_last_level_cache(told, really, held):
     assert host.l3_held(Reads(), [400.0, 200.0, 21.0, 20.0]) == told  # as slow as memory: nothing tells them apart
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 3])
 def test_measured_figures_make_sense(monkeypatch, threads):
     monkeypatch.setattr(measure, "far_bytes", lambda l3: 16 << 20)  # quick; whether that is far does not matter here
     monkeypatch.setattr(measure, "ROUNDS", 2)
@@ -300,8 +300,8 @@ def test_measured_figures_make_sense(monkeypatch, threads):
         assert all(0 < rates[n] < 1.4 * machine.dram_gbps[n] for n in (1, threads))
     assert 1 <= kernels.per_thread[1].overlap <= 3
     # Of one thread, and of all at the same time.
-    assert set(kernels.per_thread) == set(machine.uneven) == {1, threads}
-    assert machine.uneven[1] == 1 <= machine.uneven[threads]
+    assert set(kernels.per_thread) == {1, threads} and set(machine.uneven) == set(measure._counts(threads))
+    assert machine.uneven[1] == 1 and all(1 <= uneven < n + 1e-9 for n, uneven in machine.uneven.items())
     assert set(machine.product_factor) == {1, threads} and machine.product_factor[1] == 1
     for handed in (machine.claim_ns, machine.claim_few_ns, machine.claim_one_ns, machine.fetch_ns):
         assert handed[1] == 0 <= handed[threads] < 1e5
@@ -319,7 +319,8 @@ def test_claims_are_what_makes_packing_take_as_long_as_measured(readers):
     expected = {16: 1700.0, 4: 900.0, 1: 140.0}[readers]
     claims = []
     for form, k, given in measure._IN_TASKS:
-        shape, configuration = measure._in_tasks(16, readers, form, k, given)
+        shape = measure._in_tasks(16, form, k, given)
+        configuration = measure._cut(shape, form, 16, readers)
         assert shape.n // configuration.task_columns == readers
         assert shape.m // configuration.task_rows * readers == 16
         evaluator = GemmEvaluator(world, 16, cache=False)
@@ -335,13 +336,22 @@ def test_claims_are_what_makes_packing_take_as_long_as_measured(readers):
     assert claims == pytest.approx([expected] * 3)
 
 
-@pytest.mark.parametrize("threads", [2, 3, 4, 12, 16, 60])
+@pytest.mark.parametrize("threads", [2, 3, 4, 6, 12, 13, 14, 16, 18, 30, 60, 128])
 def test_equal_tasks_are_as_many_as_threads(threads):
-    for readers in (threads, _core.readers_of_quarter(threads), 1):
+    """But for those that a quarter of the threads read, where threads do not divide."""
+    quarter = _core.readers_of_quarter(threads)
+    for readers in (threads, quarter, 1):
         for form, k, given in measure._IN_TASKS:
-            shape, c = measure._in_tasks(threads, readers, form, k, given)
+            shape = measure._in_tasks(threads, form, k, given)
+            c = measure._cut(shape, form, threads, readers)
             tasks = -(-shape.m // c.task_rows) * -(-shape.n // c.task_columns)
-            assert 0.7 * threads <= tasks <= threads and shape.m >= measure._FEWEST_OF_CELLS
+            assert shape.m >= measure._FEWEST_OF_CELLS and c.task_rows >= 48
+            assert shape.m * shape.n * 2 <= 256 << 20  # bytes of results, kept while a host is described
+            if readers == quarter:
+                assert 0.7 * threads <= tasks <= threads
+            else:
+                assert tasks == threads and -(-shape.n // c.task_columns) == readers
+                assert shape.m % c.task_rows == shape.n % c.task_columns == 0
 
 
 def test_products_that_describe_a_host_are_not_predicted():

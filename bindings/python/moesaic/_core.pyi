@@ -423,7 +423,8 @@ gemm_parts: tuple[str, ...]
 gemm_model_version: int
 most_measured_rows: int
 
-def readers_of_quarter(threads: int) -> int: ...
+def readers_of_quarter(threads: int) -> int:
+    """Threads that have read what `claim_few_ns` is of."""
 
 _Problem = tuple[Sequence[int], int, int, int, int, float, str, bool, bool]
 _Configuration = tuple[int, int, int, int, int, str]

@@ -170,7 +170,7 @@ def run_jobs(
         threads: workers.
         slots: jobs under way at most.
         task_ms: what a task costs besides its work.
-        uneven: of equal tasks that so many threads begin together, the longest over the mean.
+        uneven: of so many equal tasks, the longest over the mean.
         least_parts: of each job's stages, where they can be cut; None: one.
     """
     first_tail = len(jobs) - cut.tail_jobs

@@ -160,7 +160,8 @@ class Machine:
     uneven: ByThreads
     """Of so many equal tasks of a product, on all threads, the longest over the mean."""
     claim_ns: ByThreads
-    """To pack a tile of 1 KB that all threads have read, more than packing takes in any case; in products."""
+    """To pack a tile of 1 KB that all threads have read, more than packing takes in any case; in products, on all
+    threads."""
     claim_few_ns: ByThreads
     """To pack one that a quarter of them have read, one at least."""
     claim_one_ns: ByThreads
@@ -292,7 +293,8 @@ class Machine:
     @classmethod
     def measure(cls, progress: Callable[[str], None] | None = None) -> Machine:
         """Measures this host, in some twenty seconds, on up to as many threads as the engine uses. Takes up to 1 GiB of
-        memory for each number of threads that is tried: 1, 2, 4, ... and all.
+        memory for each number of threads that is tried: 1, 2, 4, ... and all; once more for products, and some tens or
+        hundreds of MB for what they compute.
 
         Args:
             progress: is told what is being measured.

@@ -74,7 +74,7 @@ _PRODUCTS = tuple(
 """Products that say what a whole one takes (`product_factor`): many, for a single one is a tenth off, or a fifth."""
 _IN_TASKS = (("direct", 512, "fp32"), ("direct", 1280, "bf16"), ("unpack", 896, "bf16"))
 """Form, K and input of products in equal tasks, which say how uneven threads are and what packing takes where others
-have read what lay there before: both depend on what else a host does, and are not what they are by themselves."""
+have read what lay there before: by themselves both come out different than in products."""
 _FACTOR_STEPS = range(-20, 31)
 """Of 2%, in which `product_factor` is searched."""
 _PRODUCT_RUNS, _PRODUCT_SECONDS = 3, 0.01
@@ -249,25 +249,31 @@ class _EqualTasks:
         return max(0.0, 1000.0 * (measured - free) / (thousand - free))
 
 
-def _in_tasks(tasks: int, readers: int, form: str, k: int, given: str) -> tuple[GemmShape, Configuration]:
-    """A product in about so many equal tasks, of which `readers` read the same activations."""
-    rows = 16 * tasks * max(4, math.ceil(16 / tasks))  # more than forms for few rows take
-    columns = 128 * tasks
-    task_rows, task_columns = (
+def _in_tasks(tasks: int, form: str, k: int, given: str) -> GemmShape:
+    """A product for so many equal tasks."""
+    # Of each task where one thread reads what it has packed: no few rows, and no more results than a host has room for.
+    panels = max(3, min(4, 64 // tasks), math.ceil(16 / tasks))
+    return GemmShape(groups=1, m=16 * panels * tasks, k=k, n=128 * tasks, form=form, input=given)
+
+
+def _cut(shape: GemmShape, form: str, tasks: int, readers: int) -> Configuration:
+    """About so many equal tasks, of which `readers` read the same activations."""
+    rows, columns = (
         math.ceil(size / parts / unit) * unit
-        for size, parts, unit in ((rows, tasks // readers, 16), (columns, readers, 128))
+        for size, parts, unit in ((shape.m, tasks // readers, 16), (shape.n, readers, 128))
     )
-    shape = GemmShape(groups=1, m=rows, k=k, n=columns, form=form, input=given)
-    return shape, Configuration(form, task_rows, task_columns, task_rows, task_columns, k, "columns")
+    return Configuration(form, rows, columns, rows, columns, shape.k, "columns")
 
 
-def _equal_tasks(isa: str, tasks: int, readers: int, far: _core.FarWeights) -> list[_EqualTasks]:
-    """Those of `_IN_TASKS`."""
-    cases = [_in_tasks(tasks, readers, *one) for one in _IN_TASKS]
-    return [
-        _EqualTasks(shape, configuration, _core.GroupedGemm(isa, problem_of(shape, configuration.form), far))
-        for shape, configuration in cases
-    ]
+def _equal_tasks(isa: str, tasks: int, readers: Sequence[int], far: _core.FarWeights) -> list[list[_EqualTasks]]:
+    """Those of `_IN_TASKS`, for each number of readers."""
+    found: list[list[_EqualTasks]] = [[] for _ in readers]
+    for form, k, given in _IN_TASKS:
+        shape = _in_tasks(tasks, form, k, given)
+        gemm = _core.GroupedGemm(isa, problem_of(shape, form), far)
+        for some, n in zip(found, readers, strict=True):
+            some.append(_EqualTasks(shape, _cut(shape, form, tasks, n), gemm))
+    return found
 
 
 class Measurement:
@@ -294,6 +300,7 @@ class Measurement:
         # In as many tasks as threads, of which all, a quarter or one read the same activations; in fewer tasks.
         self._shared: list[list[_EqualTasks]] = []
         self._fewer: dict[int, list[_EqualTasks]] = {}
+        self._far: _core.FarWeights | None = None
         self._rows: dict[str, _StreamRows] = {}
         self._fewest: dict[str, _StreamRows] = {}
         self.forget()
@@ -317,15 +324,15 @@ class Measurement:
         """So many more rounds."""
         host = self._host
         if not self._rows:
-            self._rows = self._first_rows()
-            of_host = self._rows[host.isa]
-            self._fewest = {host.isa: {form: _fewest(counts) for form, counts in of_host.items()}}
             if host.threads > 1:
-                self._far = far_weights()
-                some = functools.partial(_equal_tasks, host.isa, far=self._far)
+                self._far = far = far_weights()
                 readers = (host.threads, _core.readers_of_quarter(host.threads), 1)
-                self._shared = [some(host.threads, n) for n in readers]
-                self._fewer = {n: some(n, n) for n in self._probes if 1 < n < host.threads}
+                self._shared = _equal_tasks(host.isa, host.threads, readers, far)
+                fewer = [n for n in self._probes if 1 < n < host.threads]
+                self._fewer = {n: _equal_tasks(host.isa, n, (n,), far)[0] for n in fewer}
+            rows = self._first_rows()
+            self._fewest = {host.isa: {form: _fewest(counts) for form, counts in rows[host.isa].items()}}
+            self._rows = rows
         for i in range(count):
             self._tell(f"describing this host: {i + 1} of {count}")
             host.one_thread()
@@ -333,7 +340,7 @@ class Measurement:
                 host.turn(probe, self._found[n], self._rows if n in (1, host.threads) else self._fewest)
             for kernels in self._together.values():
                 kernels.turn()
-            if host.threads > 1 and not self._products and len(self._found[host.threads].fetch_ns) > 1:
+            if self._far is not None and not self._products and len(self._found[host.threads].fetch_ns) > 1:
                 self._products = _products(self.machine(), self._far)
             for product in self._products:
                 product.turn()
@@ -430,7 +437,9 @@ class Measurement:
         """Of so many equal tasks the longest over the mean."""
         found = {1: 1.0}
         if self._host.threads > 1:
-            for n, some in {**self._fewer, self._host.threads: [*itertools.chain(*self._shared)]}.items():
+            # Not those that a quarter of the threads read, which are equal where threads divide by it.
+            exact = [*self._shared[0], *self._shared[-1]]
+            for n, some in {**self._fewer, self._host.threads: exact}.items():
                 found[n] = statistics.median(uneven for one in some for _, uneven in one.passes)
         return found
 

@@ -138,9 +138,9 @@ class LayerRates:
             sweep_row=2.0 * pack,
             partial=2.0 * pack,
             # No less than a nanosecond, for a fit multiplies these. A job's tiles are claimed by one thread at a time,
-            # and not by all at once as in the description: in some quarter of the time (16 AMX threads).
+            # and not by all at once as in a product: in less than half of the time (16 AMX threads).
             handed=max(at_threads(machine.fetch_ns, threads), 1.0),
-            claimed=max(at_threads(machine.claim_few_ns, threads) / 4, 1.0),
+            claimed=max(at_threads(machine.claim_few_ns, threads) * 0.4, 1.0),
             slot=15.0,
             task=figures["task_us"],
             call=figures["job_us"] + 20.0,

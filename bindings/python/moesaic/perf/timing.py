@@ -23,13 +23,14 @@ _FAR = 1.15
 _WIDE = 128
 """Columns of a call that are no longer few."""
 _BUDGET_MS = 800.0
-"""Of running the finalists of one shape."""
+"""Of timed passes of one shape's finalists, each of which has an untimed one before it."""
 _LEAST_SECONDS = 0.3
 """Of runs that stand for a shape: others disturb a host for some milliseconds that no sentinel notices."""
 TURNS = 6
 """In which those are made of all shapes: others disturb it for seconds, too."""
 UNTIMED = 4
-"""Runs until operands are where they stay: the second after other shapes takes 8% longer, the fifth 2%."""
+"""Runs until operands are where they stay: the second after other shapes takes 8% longer, the fifth 2%. Where only
+configurations change, one is enough."""
 _MOST_ROUNDS = 200
 """Until half of them are left behind."""
 
@@ -150,8 +151,8 @@ def finalists(ranked: Sequence[GemmEstimate], count: int = FINALISTS) -> list[Ge
 
 
 def fastest(timer: ShapeTimer, ranked: Sequence[GemmEstimate]) -> tuple[GemmEstimate, float]:
-    """The finalist that runs fastest and its median in milliseconds, in about a second: rounds in which all run once;
-    the slower half stays behind, again and again."""
+    """The finalist that runs fastest and its median in milliseconds, in about two seconds: rounds in which all take
+    their turn; the slower half stays behind, again and again."""
     left = finalists(ranked)
     # First touch of results and scratch memory: no times that count, but a guess at those.
     guesses = [row[0] for row in timer.measure([answer.configuration for answer in left], 1)]
