@@ -359,6 +359,8 @@ def test_products_that_describe_a_host_are_not_predicted():
     assert len(held_out) == 40 and held_out.isdisjoint(
         (shape.groups, shape.m, shape.k, shape.n) for shape in measure._PRODUCTS
     )
+    in_tasks = (measure._in_tasks(tasks, *one) for tasks in range(2, 257) for one in measure._IN_TASKS)
+    assert held_out.isdisjoint((shape.groups, shape.m, shape.k, shape.n) for shape in in_tasks)
 
 
 @pytest.mark.parametrize("steps", [-18, 9])
