@@ -293,6 +293,8 @@ def test_rates_are_found_again() -> None:
         lora_write=0.9,
         call=80.0,
         call_backward=120.0,
+        waiting=0.04,
+        waiting_backward=0.1,
     )
     start = model()
     world = LayerModel(start.products, truth)
@@ -314,6 +316,8 @@ def test_rates_are_found_again() -> None:
     found = fit(start, measured)
     for name in ("swiglu_forward", "swiglu_backward", "pack"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.03), name
+    for name in ("call", "call_backward", "waiting", "waiting_backward"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.1), name
     shape, rows = ExpertsShape(24, 640, 384, 2, 8), RoutingLaw.parse("zipf").rows(24, 2, 333)
     again = alone(LayerModel(start.products, found), shape, rows)
     expected = alone(world, shape, rows)

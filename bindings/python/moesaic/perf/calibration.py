@@ -17,7 +17,7 @@ import moesaic
 from moesaic import _core
 from moesaic.commands.layer_case import LayerShape, parse_routing
 from moesaic.commands.layer_data import Adapter, Batch, make_adapter, make_batch, make_weights
-from moesaic.perf.layer_model import ExpertsShape, LayerModel, Work
+from moesaic.perf.layer_model import ExpertsShape, LayerModel, LayerPrediction, Work
 from moesaic.perf.layer_plan import ceil_div
 from moesaic.perf.machine import Machine
 from moesaic.perf.rates import LayerRates
@@ -362,46 +362,78 @@ def sentinel(machine: Machine) -> Callable[[], bool]:
 
 
 def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
-    """The rates, none negative, with the least relative errors of all groups of phases; then those of calls, with
-    the errors of whole ones."""
-    of_calls = ("call", "call_backward", "python", "python_backward")
+    """The rates, none negative, with the least relative errors of all groups of phases, each as important as its share
+    of its call; then those of calls, with the errors of whole ones."""
+    of_calls = ("call", "call_backward", "python", "python_backward", "waiting", "waiting_backward")
     others = ("task", *of_calls, "in_model", "in_model_backward")
     units = [name for name in LayerRates.names() if name not in others]
     amounts: list[Work] = []
-    times = []
+    times, shares = [], []
     for one in measured:
         for backward in (False, True):
-            of_case = alone(model, one.case.shape, one.rows)
-            for group, work in of_case.work(one.case.shape, one.rows, backward=backward).items():
+            groups = alone(model, one.case.shape, one.rows).work(one.case.shape, one.rows, backward=backward)
+            busy = sum(one.phases[group] for group in groups)
+            for group, work in groups.items():
                 if one.phases[group] > 0:
                     amounts.append(work)
                     times.append(one.phases[group])
+                    shares.append(one.phases[group] / busy)
     scale = np.array([model.rates.unit_ms(unit) for unit in units])
     matrix = np.array([[work.get(unit, 0.0) for unit in units] for work in amounts]) * scale / np.array(times)[:, None]
+    weights = np.sqrt(np.array(shares) / np.mean(shares))
     # What the cases hardly tell apart stays near the rates of the model.
     prior = _PRIOR_WEIGHT * np.eye(len(units))
     found = _non_negative_least_squares(
-        np.vstack([matrix, prior]), np.concatenate([np.ones(len(times)), np.full(len(units), _PRIOR_WEIGHT)])
+        np.vstack([matrix * weights[:, None], prior]), np.concatenate([weights, np.full(len(units), _PRIOR_WEIGHT)])
     )
     rates = replace(
         model.rates,
         **{unit: getattr(model.rates, unit) * float(factor) for unit, factor in zip(units, found, strict=True)},
         call=0.0,
         call_backward=0.0,
+        waiting=0.0,
+        waiting_backward=0.0,
     )
-    over: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
-    for one in measured:
-        without = alone(LayerModel(model.products, rates), one.case.shape, one.rows)
-        ways = ((without.forward, one.forward_ms), (without.backward, one.backward_ms))
-        for of_way, (predict, ms) in zip(over, ways, strict=True):
-            predicted = predict(one.case.shape, one.rows)
-            # What no thread is busy with, of both: apart from what their phases differ by.
+    of_ways: dict[str, float] = {}
+    for way in ("forward", "backward"):
+        suffix = "" if way == "forward" else "_backward"
+        calls, in_python = [], []
+        for one in measured:
+            ms: float = getattr(one, f"{way}_ms")
+            predict = getattr(alone(LayerModel(model.products, rates), one.case.shape, one.rows), way)
+            predicted: LayerPrediction = predict(one.case.shape, one.rows)
+            # Busy as it really was: apart from what the phases differ by.
             busy = sum(one.phases[group] for group in predicted.phases)
-            of_way.append((ms - (busy + predicted.idle_ms) / model.threads, 1 / ms))
-    python = [[(one.python_ms[way], 1 / (one.forward_ms, one.backward_ms)[way]) for one in measured] for way in (0, 1)]
-    in_python = [_weighted_median(of_way) * 1e3 for of_way in python]
-    calls = [max(_weighted_median(of_way) * 1e3, us) for of_way, us in zip(over, in_python, strict=True)]
-    return replace(rates, **dict(zip(of_calls, (*calls, *in_python), strict=True)))
+            calls.append((ms, (busy + predicted.idle_ms) / model.threads))
+            in_python.append((one.python_ms[way == "backward"], 1 / ms))
+        python = _weighted_median(in_python)
+        call, waiting = _beyond_schedule(calls, python)
+        of_ways |= {f"call{suffix}": call * 1e3, f"python{suffix}": python * 1e3, f"waiting{suffix}": waiting}
+    return replace(rates, **of_ways)
+
+
+def _beyond_schedule(calls: Sequence[tuple[float, float]], least: float) -> tuple[float, float]:
+    """What a call takes besides its schedule: milliseconds, no less than `least`, and a share of the schedule, none
+    below 0, with the least sum of relative errors.
+
+    Args:
+        calls: milliseconds that they took, and of their schedules.
+        least: milliseconds.
+    """
+    over = [(ms - schedule, 1 / ms) for ms, schedule in calls]
+    shares = [((ms - least) / schedule - 1, schedule / ms) for ms, schedule in calls]
+    # The errors are least where two of the calls have none, or on the border.
+    found = [(max(_weighted_median(over), least), 0.0), (least, max(_weighted_median(shares), 0.0))]
+    for (ms, schedule), (other_ms, other) in itertools.combinations(calls, 2):
+        if schedule != other:
+            share = (ms - other_ms) / (schedule - other) - 1
+            if share >= 0 and (fixed := ms - (1 + share) * schedule) >= least:
+                found.append((fixed, share))
+
+    def error(of: tuple[float, float]) -> float:
+        return sum(abs(of[0] + (1 + of[1]) * schedule - ms) / ms for ms, schedule in calls)
+
+    return min(found, key=error)
 
 
 def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:

@@ -199,6 +199,7 @@ class LayerModel:
             factor = rates.in_model_backward if backward else rates.in_model
             phases = {phase: factor * ms for phase, ms in phases.items()}
             wall, busy = factor * wall, factor * busy
+        wall *= 1.0 + (rates.waiting_backward if backward else rates.waiting)
         wall += rates.unit_ms("call_backward" if backward else "call")
         flops, dram = self.limits(shape, rows, backward=backward)
         idle = wall * threads - busy

@@ -59,6 +59,8 @@ class LayerRates:
         call, call_backward: us for a forward and for a backward besides its phases: Python, validation, the graph,
             waking the workers and waiting for them.
         python, python_backward: us of these that pass before the engine begins and after it ends.
+        waiting, waiting_backward: share of a call's schedule that it takes longer, as threads wait for each other more
+            than that says.
         in_model, in_model_backward: times as long as all but call and call_backward takes a layer that fits the
             last-level cache where calls of other layers and operators of PyTorch come between its own; measured in
             training steps.
@@ -96,6 +98,8 @@ class LayerRates:
     call_backward: float
     python: float
     python_backward: float
+    waiting: float
+    waiting_backward: float
     in_model: float
     in_model_backward: float
 
@@ -147,6 +151,8 @@ class LayerRates:
             call_backward=figures["job_us"] + 20.0,
             python=15.0,
             python_backward=15.0,
+            waiting=0.0,
+            waiting_backward=0.0,
             in_model=1.0,
             in_model_backward=1.0,
         )
