@@ -728,7 +728,9 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     const double slowest = machine.uneven[static_cast<std::size_t>(std::min(tasks, threads)) - 1] - 1,
                  delay = slowest * longest;
     const double waited = 0.5 * work / tasks * (threads - 1) / threads;
-    const double rounds = Rounds(whole, rest, threads), filled = std::max(std::min(rounds, even + waited), longest) + delay;
+    // A group's last task has fewer rows: of 112 rows one of two tasks 64.
+    const double rounds = std::max(Rounds(whole, rest, threads), longest);
+    const double filled = std::max(std::min(rounds, even + waited), longest) + delay;
     // Threads that are not equally fast take more or fewer of several tasks each: their rounds fill up as well. (AMX, 16
     // threads, `uneven` 1.4 to 1.5; of 18, 21, 24, 28, 32, 36, 40, 48, 56, 112 and 140 equal tasks the last thread ends 0.42,
     // 0.50, 0.43, 0.44, 0.57, 0.47, 0.50, 0.45, 0.54, 0.53 and 0.62 of a task after the mean.)

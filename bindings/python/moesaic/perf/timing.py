@@ -16,14 +16,16 @@ from moesaic.perf.gemm_evaluator import Configuration, GemmEstimate, problem_of
 from moesaic.perf.machine import Machine
 from moesaic.perf.shapes import GemmShape
 
-FINALISTS = 8
+FINALISTS = 16
 """Candidates that the measured mode runs."""
-_FAR = 1.15
+_FAR = 1.3
 """Times the least prediction: what is predicted slower is not run."""
-_WIDE = 128
-"""Columns of a call that are no longer few."""
 _BUDGET_MS = 800.0
-"""Of timed passes of one shape's finalists, each of which has an untimed one before it."""
+"""Of timed passes of one shape's finalists."""
+_BURST = 4
+"""Timed passes of a configuration, one after the other, before the next one's turn."""
+_SETTLED_PASSES, _SETTLED_MS = 8, 4.0
+"""Untimed passes before them: so many, or so long if there was one."""
 _LEAST_SECONDS = 0.3
 """Of runs that stand for a shape: others disturb a host for some milliseconds that no sentinel notices."""
 TURNS = 6
@@ -74,17 +76,28 @@ class ShapeTimer:
         self._random = random.Random(0)
 
     def measure(self, configurations: Sequence[Configuration], count: int) -> list[list[float]]:
-        """Milliseconds of each configuration in `count` rounds, in each of which all take their turn, in another order
-        each time: what ran before decides what the caches hold. Each is timed behind an untimed pass of its own:
-        packing pays for the threads that have read what the pass before packed, and configurations would pay for each
-        other. (AMX, 16 threads, 448 x 1,920 x 640: where one thread reads a tile 0.31 ms, 0.50 behind others.)"""
+        """Milliseconds of each configuration in `count` rounds, in which they take turns of a few passes, in another
+        order each time: what others do to the host meets all of them.
+
+        Each is timed behind untimed passes of its own: packing pays for the threads that have read what the pass before
+        packed, and configurations would pay for each other; and threads find what they wrote in their own caches only
+        once they come to the same tasks in each pass. (AMX, 16 threads, 448 x 1,920 x 640, tasks of 32 rows, the first,
+        second, third, fifth, ninth pass and later ones: 458, 487, 363, 336, 305 and 300 us; 500 behind others.)"""
         times: list[list[float]] = [[] for _ in configurations]
         order = list(range(len(configurations)))
-        for _ in range(count):
+        for begin in range(0, count, _BURST):
             self._random.shuffle(order)
             for i in order:
-                times[i] += self.passes(configurations[i], 2)[1:]
+                self._settle(configurations[i])
+                times[i] += self.passes(configurations[i], min(_BURST, count - begin))
         return times
+
+    def _settle(self, configuration: Configuration) -> None:
+        spent = 0.0
+        for _ in range(_SETTLED_PASSES):
+            spent += self.passes(configuration, 1)[0]
+            if spent >= _SETTLED_MS:
+                break
 
     def passes(self, configuration: Configuration, count: int) -> list[float]:
         """Milliseconds of so many passes of one configuration, one after the other."""
@@ -138,14 +151,13 @@ def relative(times: Sequence[Sequence[float]]) -> list[float]:
 def finalists(ranked: Sequence[GemmEstimate], count: int = FINALISTS) -> list[GemmEstimate]:
     """What is worth running of all candidates, best first: the best of each kind, then the second best of each.
 
-    A kind is what a core does in the same order: form, rows and depth of a call, whether its columns are few,
-    outermost loop. The best candidates are often many of one kind, which take the same time, and the model is wrong
-    about kinds."""
+    A kind is who computes what: form, rows and columns of a task, rows of a call. The best candidates are often many of
+    one kind, which take the same time, and the model is wrong about kinds."""
     kinds: dict[tuple[object, ...], list[GemmEstimate]] = {}
     for answer in ranked:
         if answer.milliseconds <= _FAR * ranked[0].milliseconds:
             c = answer.configuration
-            kinds.setdefault((c.form, c.call_rows, c.call_depth, c.call_columns < _WIDE, c.order), []).append(answer)
+            kinds.setdefault((c.form, c.task_rows, c.task_columns, c.call_rows), []).append(answer)
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*kinds.values()))
     return [answer for answer in in_turn if answer is not None][:count]
 
