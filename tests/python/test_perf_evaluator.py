@@ -524,6 +524,14 @@ def test_measured_mode_runs_the_best_few(here, tmp_path, monkeypatch):
     assert other.evaluate(shape).milliseconds == answer.milliseconds  # from the cache
 
 
+def test_the_longest_task_is_waited_for(machine):
+    """Of 112 rows the last task has 48, the other one 64; of 128 both have 64."""
+    evaluator = GemmEvaluator(machine, 2, False)
+    whole = Configuration("direct", 96, 1024, 96, 128, 1408, "columns")
+    uneven, even = (evaluator.estimate(GemmShape(m=m, k=1408, n=1024, form="direct"), whole) for m in (112, 128))
+    assert uneven.parts["scheduling"] > even.parts["scheduling"] + 0.03 * uneven.milliseconds
+
+
 def test_finalists_are_of_every_kind(machine):
     shape = GemmShape(m=448, k=1920, n=640, output="fp32", form="direct")
     ranked = GemmEvaluator(machine, 1, False).rank(shape, 10_000)

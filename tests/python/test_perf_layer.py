@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 import moesaic
 from moesaic import _core
-from moesaic.perf import GemmEvaluator, GemmShape, Machine
+from moesaic.perf import GemmEvaluator, GemmShape, Machine, calibration
 from moesaic.perf.calibration import (
     _TIMERS,
     LayerCase,
     LayerRun,
     MeasuredLayer,
+    _beyond_schedule,
     _weighted_median,
     alone,
     fit,
@@ -458,7 +459,7 @@ def test_bad_input_is_named(make, message: str) -> None:  # type: ignore[no-unty
 def test_cases_take_turns_and_share_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ExpertsShape(4, 64, 32, 2, 4)
     cases = [LayerCase(shape, 6), LayerCase(replace(shape, rank=0), 9), LayerCase(replace(shape, hidden=96), 6)]
-    times = itertools.count(20, -1)  # the least comes last
+    times = itertools.count(200, -1)  # the least comes last
     order: list[tuple[LayerCase, object]] = []
 
     def call(run: LayerRun) -> tuple[float, float]:
@@ -469,19 +470,46 @@ def test_cases_take_turns_and_share_weights(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(LayerRun, "call", call)
     monkeypatch.setattr(LayerRun, "profiled", lambda run: (42.0, dict.fromkeys(_TIMERS, 1.0), [0.5, 0.25]))
     disturbed = itertools.cycle([True, True, True, False])
-    found = measure_layers(cases, 4, min, lambda: next(disturbed), seconds=60)
+    found = measure_layers(cases, calibration.TURNS, min, lambda: next(disturbed), seconds=60)
     runs = [case for case, _ in order]
     # Each turn warms a case up and then repeats it; the next turn comes back to it.
-    assert [case for case, _ in itertools.groupby(runs)] == cases * 4
+    assert [case for case, _ in itertools.groupby(runs)] == cases * calibration.TURNS
     assert len({id(layer) for _, layer in order}) == 2
     # The least of all runs but the first of each turn, whoever disturbed them.
-    of_first = [20.0 - i for i, case in enumerate(c for c in runs if c is cases[0])]
+    of_first = [200.0 - i for i, case in enumerate(c for c in runs if c is cases[0])]
     assert found[0].forward_ms == min(of_first) and found[0].backward_ms == 2 * found[0].forward_ms
     assert [one.forward_ms for one in found[1:]] == [7.0, 7.0] and all(one.undisturbed for one in found)
     # Phases without what the timers add, twice the time of these.
     assert [set(one.phases.values()) for one in found[1:]] == [{0.5}, {0.5}]
     assert [sum(one.rows) for one in found] == [12, 18, 12]
     assert {one.python_ms for one in found} == {(0.5, 0.25)}
+
+
+@pytest.mark.parametrize(("ms", "count"), [(0.25, 8), (1.5, 2), (20.0, 1)])
+def test_layers_settle_before_they_are_timed(monkeypatch: pytest.MonkeyPatch, ms: float, count: int) -> None:
+    calls = []
+
+    def call(run: LayerRun) -> tuple[float, float]:
+        calls.append(run)
+        return ms, 2 * ms
+
+    monkeypatch.setattr(LayerRun, "call", call)
+    object.__new__(LayerRun).settle()
+    assert len(calls) == count
+
+
+def test_what_calls_take_beyond_their_schedules() -> None:
+    def of(call: float, share: float) -> list[tuple[float, float]]:
+        return [(call + (1 + share) * schedule, schedule) for schedule in (0.1, 0.4, 2.0, 7.5)]
+
+    assert _beyond_schedule(of(0.25, 0.05), 0.1) == pytest.approx((0.25, 0.05))
+    one_more = [*of(0.25, 0.05), (2.0, 1.0)]  # which is far off
+    assert _beyond_schedule(one_more, 0.1) == pytest.approx((0.25, 0.05))
+    # No less than passes in Python, and no share below 0.
+    fixed, share = _beyond_schedule(of(0.05, 0.05), 0.1)
+    assert fixed == pytest.approx(0.1) and 0.0 <= share < 0.05
+    fixed, share = _beyond_schedule(of(0.3, -0.05), 0.1)
+    assert 0.1 <= fixed < 0.3 and share == 0.0
 
 
 def test_a_call_costs_what_relative_errors_say() -> None:

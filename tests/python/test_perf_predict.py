@@ -214,7 +214,7 @@ def test_check_compares_what_it_runs(
     document = json.loads(capsys.readouterr().out)
     groups = [row["group"] for row in document["summary"]]
     assert groups == ["gemm", "layer forward", "layer backward", "skewed routing"]
-    assert rounds == [2] * 6  # anew, in turn with the products
+    assert rounds == [1] * 12  # anew, in turn with the products
     assert perf.Machine.from_json(document["description"]) == machine
     assert code == (0 if all(row["holds"] for row in document["summary"]) else 1)
     for pair in document["pairs"]:
@@ -276,8 +276,8 @@ def test_steps_take_turns_with_layers(
         assert pair["name"] == f"demo model, {tokens} tokens, 2 layers"
         assert pair["measured_ms"] > 0 and pair["predicted_ms"] > 0 and pair["spread"] >= 1
     turns = [text.split(":")[0] for text in told if text.startswith("turn")]
-    assert turns == [f"turn {turn} of 4" for turn in (1, 1, 2, 2, 3, 3, 4, 4)]  # a layer, then the steps
-    assert sum(text.startswith("turn") and "steps" in text for text in told) == 4
+    assert turns == [f"turn {turn} of 12" for turn in range(1, 13) for _ in range(2)]  # a layer, then the steps
+    assert sum(text.startswith("turn") and "steps" in text for text in told) == 12
     ((shape, repetitions),) = fitted
     assert shape == ExpertsShape(32, 64, 32, 8, 16)
     assert [[len(calls) for calls in one] for one in repetitions] == [[4, 4]] * 5  # inside, and alone

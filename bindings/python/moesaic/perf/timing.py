@@ -20,7 +20,7 @@ FINALISTS = 16
 """Candidates that the measured mode runs."""
 _FAR = 1.3
 """Times the least prediction: what is predicted slower is not run."""
-_BUDGET_MS = 800.0
+_BUDGET_MS = 1600.0
 """Of timed passes of one shape's finalists."""
 _BURST = 4
 """Timed passes of a configuration, one after the other, before the next one's turn."""
@@ -28,7 +28,7 @@ _SETTLED_PASSES, _SETTLED_MS = 8, 4.0
 """Untimed passes before them: so many, or so long if there was one."""
 _LEAST_SECONDS = 0.3
 """Of runs that stand for a shape: others disturb a host for some milliseconds that no sentinel notices."""
-TURNS = 6
+TURNS = 12
 """In which those are made of all shapes: others disturb it for seconds, too."""
 UNTIMED = 4
 """Runs until operands are where they stay: the second after other shapes takes 8% longer, the fifth 2%. Where only
@@ -163,7 +163,7 @@ def finalists(ranked: Sequence[GemmEstimate], count: int = FINALISTS) -> list[Ge
 
 
 def fastest(timer: ShapeTimer, ranked: Sequence[GemmEstimate]) -> tuple[GemmEstimate, float]:
-    """The finalist that runs fastest and its median in milliseconds, in about two seconds: rounds in which all take
+    """The finalist that runs fastest and its median in milliseconds, in about four seconds: rounds in which all take
     their turn; the slower half stays behind, again and again."""
     left = finalists(ranked)
     # First touch of results and scratch memory: no times that count, but a guess at those.
