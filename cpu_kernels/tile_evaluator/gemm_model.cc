@@ -728,15 +728,15 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     const double slowest = machine.uneven[static_cast<std::size_t>(std::min(tasks, threads)) - 1] - 1,
                  delay = slowest * longest;
     const double waited = 0.5 * work / tasks * (threads - 1) / threads;
-    // A group's last task has fewer rows: of 112 rows one of two tasks 64.
-    const double rounds = std::max(Rounds(whole, rest, threads), longest);
-    const double filled = std::max(std::min(rounds, even + waited), longest) + delay;
+    const double rounds = Rounds(whole, rest, threads);
     // Threads that are not equally fast take more or fewer of several tasks each: their rounds fill up as well. (AMX, 16
     // threads, `uneven` 1.4 to 1.5; of 18, 21, 24, 28, 32, 36, 40, 48, 56, 112 and 140 equal tasks the last thread ends 0.42,
     // 0.50, 0.43, 0.44, 0.57, 0.47, 0.50, 0.45, 0.54, 0.53 and 0.62 of a task after the mean.)
     const double unlike = tasks > threads ? std::min(slowest / kUnlike, 1.0) : 0.0;
     const double shared = std::max(longest + delay, even + waited);
-    const double alike = problem.groups.size() == 1 ? rounds + delay : filled;
+    const double ended = problem.groups.size() == 1 ? rounds : std::min(rounds, even + waited);
+    // Not all of a group's tasks are equal: of 112 rows the first of two tasks has 64. (Two threads: 17% longer than 56 each.)
+    const double alike = std::max(ended, longest) + delay;
     span = alike + unlike * (shared - alike);
   }
   PartOf(estimate.parts, GemmPart::kScheduling) = span - even;

@@ -37,9 +37,9 @@ __all__ = [
 Statistic = Callable[[Sequence[float]], float]
 
 
-_PRIOR_WEIGHT = 0.03  # against the relative error of one group of phases in one case
+_PRIOR_WEIGHT = 0.03  # against the relative error of a group of phases of mean share in one case
 MOST_SECONDS = 12.0
-"""For the repetitions of a case, if one is done in each turn."""
+"""For the repetitions of a case, if one is done in each turn that is to make some."""
 TURNS = 12
 """In which the repetitions of all cases are made: on a shared host a call takes up to a seventh longer for some
 seconds, of which each turn is one sample."""
@@ -276,7 +276,7 @@ def measure_layers(
     after_turn: Callable[[], None] = lambda: None,
 ) -> list[MeasuredLayer]:
     """Runs forward and backward of all cases, in a few turns, `TURNS`: what others do to the caches and to the memory
-    for a minute then meets all of them, those that rates are fitted to and those that predictions are held against.
+    for some seconds then meets all of them, those that rates are fitted to and those that predictions are held against.
 
     Args:
         cases: what is run. All of their weights are in memory at a time, those of the same sizes once.
@@ -298,7 +298,8 @@ def measure_layers(
     for turn in range(TURNS):
         for run, times, phases in zip(runs, timed, profiled, strict=True):
             progress(f"turn {turn + 1} of {TURNS}: {run.case}")
-            run.settle()
+            if any(some.wants(turn) for some in (times, phases)):
+                run.settle()
             for some in (times, phases):
                 some.turn(turn, undisturbed, seconds / TURNS)
         after_turn()
@@ -348,12 +349,15 @@ class _Repeated(Generic[T]):
         self.every: list[T] = []
         self.undisturbed: list[T] = []
 
+    def wants(self, turn: int) -> bool:
+        """Whether the turn's share of the repetitions, and that of all before it, is not there yet."""
+        return len(self.undisturbed) < ceil_div(self._repetitions * (turn + 1), TURNS)
+
     def turn(self, turn: int, undisturbed: Callable[[], bool], seconds: float) -> None:
         """Runs until the turn's share of the repetitions is there, or so many seconds are over."""
-        wanted = ceil_div(self._repetitions * (turn + 1), TURNS)
         until = time.perf_counter() + seconds
         before, first = undisturbed(), True
-        while len(self.undisturbed) < wanted and (first or time.perf_counter() < until):
+        while self.wants(turn) and (first or time.perf_counter() < until):
             result = self._run()
             after, first = undisturbed(), False
             self.every.append(result)
@@ -373,11 +377,10 @@ def sentinel(machine: Machine) -> Callable[[], bool]:
 
 
 def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
-    """The rates, none negative, with the least relative errors of all groups of phases, each as important as its share
-    of its call; then those of calls, with the errors of whole ones."""
-    of_calls = ("call", "call_backward", "python", "python_backward", "waiting", "waiting_backward")
-    others = ("task", *of_calls, "in_model", "in_model_backward")
-    units = [name for name in LayerRates.names() if name not in others]
+    """The rates, none negative, with the least squares of the relative errors of all groups of phases, each times the
+    group's share of its call; then, with the least errors of whole calls, what these take beyond their schedules."""
+    of_calls = ("task", "call", "python", "waiting", "in_model")
+    units = [name for name in LayerRates.names() if name.removesuffix("_backward") not in of_calls]
     amounts: list[Work] = []
     times, shares = [], []
     for one in measured:
@@ -406,8 +409,7 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
         waiting_backward=0.0,
     )
     of_ways: dict[str, float] = {}
-    for way in ("forward", "backward"):
-        suffix = "" if way == "forward" else "_backward"
+    for i, (way, suffix) in enumerate((("forward", ""), ("backward", "_backward"))):
         calls, in_python = [], []
         for one in measured:
             ms: float = getattr(one, f"{way}_ms")
@@ -416,7 +418,7 @@ def fit(model: LayerModel, measured: Sequence[MeasuredLayer]) -> LayerRates:
             # Busy as it really was: apart from what the phases differ by.
             busy = sum(one.phases[group] for group in predicted.phases)
             calls.append((ms, (busy + predicted.idle_ms) / model.threads))
-            in_python.append((one.python_ms[way == "backward"], 1 / ms))
+            in_python.append((one.python_ms[i], 1 / ms))
         python = _weighted_median(in_python)
         call, waiting = _beyond_schedule(calls, python)
         of_ways |= {f"call{suffix}": call * 1e3, f"python{suffix}": python * 1e3, f"waiting{suffix}": waiting}

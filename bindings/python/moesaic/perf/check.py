@@ -252,7 +252,7 @@ def _gemms(
 
     The host is described anew, in turn with them: the description that predicts them, returned as well, is of the same
     minutes, as what a shared host gives changes within some."""
-    from moesaic.perf.timing import TURNS, time_in_turns
+    from moesaic.perf.timing import time_in_turns
 
     chooser = GemmEvaluator(machine, threads, False)
     cases = [(shape, chooser.evaluate(shape).configuration) for shape in gemm_shapes()]
@@ -264,7 +264,7 @@ def _gemms(
         plan.repetitions,
         plan.seconds,
         progress,
-        before_turn=lambda: measurement.rounds(ROUNDS // TURNS),
+        before_turn=lambda: measurement.rounds(1),
     )
     machine = measurement.machine()
     evaluator = GemmEvaluator(machine, threads, False)

@@ -56,11 +56,11 @@ class LayerRates:
         claimed: ns for one that is written where those that share a job have read the tile that lay there.
         slot: ns for a slot of a token, in which the caller alone sorts them by expert.
         task: us for a task besides its work.
-        call, call_backward: us for a forward and for a backward besides its phases: Python, validation, the graph,
-            waking the workers and waiting for them.
+        call, call_backward: us for a forward and for a backward besides its phases, whatever these take: Python,
+            validation, the graph, waking the workers.
         python, python_backward: us of these that pass before the engine begins and after it ends.
-        waiting, waiting_backward: share of a call's schedule that it takes longer, as threads wait for each other more
-            than that says.
+        waiting, waiting_backward: share of all but call and call_backward that a call takes longer, as threads wait for
+            each other more than the schedule says.
         in_model, in_model_backward: times as long as all but call and call_backward takes a layer that fits the
             last-level cache where calls of other layers and operators of PyTorch come between its own; measured in
             training steps.

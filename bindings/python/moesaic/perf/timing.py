@@ -20,21 +20,17 @@ FINALISTS = 16
 """Candidates that the measured mode runs."""
 _FAR = 1.3
 """Times the least prediction: what is predicted slower is not run."""
-_BUDGET_MS = 1600.0
-"""Of timed passes of one shape's finalists."""
-_BURST = 4
-"""Timed passes of a configuration, one after the other, before the next one's turn."""
-_SETTLED_PASSES, _SETTLED_MS = 8, 4.0
-"""Untimed passes before them: so many, or so long if there was one."""
+_SECONDS = 3.0
+"""In which the fastest of them is found."""
+_SETTLING_PASSES, _TIMED_PASSES, _TURN_MS = 8, 4, 4.0
+"""In a configuration's turn: so many passes untimed, then so many timed; fewer, but one of each, where these take as
+many milliseconds."""
 _LEAST_SECONDS = 0.3
 """Of runs that stand for a shape: others disturb a host for some milliseconds that no sentinel notices."""
 TURNS = 12
 """In which those are made of all shapes: others disturb it for seconds, too."""
 UNTIMED = 4
-"""Runs until operands are where they stay: the second after other shapes takes 8% longer, the fifth 2%. Where only
-configurations change, one is enough."""
-_MOST_ROUNDS = 200
-"""Until half of them are left behind."""
+"""Runs until operands are where they stay: the second after other shapes takes 8% longer, the fifth 2%."""
 
 
 def require_this_host(machine: Machine, isa: str, threads: int) -> None:
@@ -76,28 +72,27 @@ class ShapeTimer:
         self._random = random.Random(0)
 
     def measure(self, configurations: Sequence[Configuration], count: int) -> list[list[float]]:
-        """Milliseconds of each configuration in `count` rounds, in which they take turns of a few passes, in another
-        order each time: what others do to the host meets all of them.
+        """Milliseconds of each configuration in `count` rounds, in each of which all take their turn, in another order
+        each time: what others do to the host meets all of them. A turn's time is the median of its timed passes.
 
-        Each is timed behind untimed passes of its own: packing pays for the threads that have read what the pass before
-        packed, and configurations would pay for each other; and threads find what they wrote in their own caches only
-        once they come to the same tasks in each pass. (AMX, 16 threads, 448 x 1,920 x 640, tasks of 32 rows, the first,
-        second, third, fifth, ninth pass and later ones: 458, 487, 363, 336, 305 and 300 us; 500 behind others.)"""
+        These come behind untimed ones of the same configuration: packing pays for the threads that have read what the
+        pass before packed, and configurations would pay for each other; and threads find what they wrote in their own
+        caches only once they come to the same tasks in each pass. (AMX, 16 threads, 448 x 1,920 x 640, tasks of 32
+        rows, the first, second, third, fifth, ninth pass and later ones: 458, 487, 363, 336, 305 and 300 us.)"""
         times: list[list[float]] = [[] for _ in configurations]
         order = list(range(len(configurations)))
-        for begin in range(0, count, _BURST):
+        for _ in range(count):
             self._random.shuffle(order)
             for i in order:
-                self._settle(configurations[i])
-                times[i] += self.passes(configurations[i], min(_BURST, count - begin))
+                self._turn(configurations[i], _SETTLING_PASSES)
+                times[i].append(statistics.median(self._turn(configurations[i], _TIMED_PASSES)))
         return times
 
-    def _settle(self, configuration: Configuration) -> None:
-        spent = 0.0
-        for _ in range(_SETTLED_PASSES):
-            spent += self.passes(configuration, 1)[0]
-            if spent >= _SETTLED_MS:
-                break
+    def _turn(self, configuration: Configuration, most: int) -> list[float]:
+        found: list[float] = []
+        while len(found) < most and sum(found) < _TURN_MS:
+            found += self.passes(configuration, 1)
+        return found
 
     def passes(self, configuration: Configuration, count: int) -> list[float]:
         """Milliseconds of so many passes of one configuration, one after the other."""
@@ -163,22 +158,22 @@ def finalists(ranked: Sequence[GemmEstimate], count: int = FINALISTS) -> list[Ge
 
 
 def fastest(timer: ShapeTimer, ranked: Sequence[GemmEstimate]) -> tuple[GemmEstimate, float]:
-    """The finalist that runs fastest and its median in milliseconds, in about four seconds: rounds in which all take
-    their turn; the slower half stays behind, again and again."""
-    left = finalists(ranked)
-    # First touch of results and scratch memory: no times that count, but a guess at those.
-    guesses = [row[0] for row in timer.measure([answer.configuration for answer in left], 1)]
+    """The finalist that runs fastest and its median in milliseconds, in about three seconds, more where a pass takes
+    tens of milliseconds: rounds in which all take their turn; the slower half stays behind, again and again, but for
+    the first of `ranked`. Of several equally fast ones some look faster than they are, so the last two run anew."""
+    left, first = finalists(ranked), ranked[0]
+    timer.measure([answer.configuration for answer in left], 1)  # first touch of results and scratch memory
+    seconds = _SECONDS / max(1, math.ceil(math.log2(len(left))))
     times: list[list[float]] = [[] for _ in left]
-    budget = _BUDGET_MS
     while True:
-        halvings = max(1, math.ceil(math.log2(len(left))))
-        round_ms = sum(map(statistics.median, times)) if times[0] else sum(guesses)
-        count = max(1, min(_MOST_ROUNDS, int(budget / halvings / round_ms)))
-        for row, more in zip(times, timer.measure([answer.configuration for answer in left], count), strict=True):
-            row += more
-            budget -= sum(more)
+        until = time.perf_counter() + seconds
+        while not times[0] or time.perf_counter() < until:
+            for row, more in zip(times, timer.measure([answer.configuration for answer in left], 1), strict=True):
+                row += more
         scores = relative(times)
         kept = sorted(range(len(left)), key=scores.__getitem__)[: (len(left) + 1) // 2]
-        left, times = [left[i] for i in kept], [times[i] for i in kept]
-        if len(left) == 1:
-            return left[0], statistics.median(times[0])
+        if len(kept) == 1:
+            return left[kept[0]], statistics.median(times[kept[0]])
+        if all(left[i] is not first for i in kept):
+            kept[-1] = next(i for i, answer in enumerate(left) if answer is first)
+        left, times = [left[i] for i in kept], [times[i] if len(kept) > 2 else [] for i in kept]
