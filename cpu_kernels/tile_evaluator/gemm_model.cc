@@ -735,7 +735,8 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     const double unlike = tasks > threads ? std::min(slowest / kUnlike, 1.0) : 0.0;
     const double shared = std::max(longest + delay, even + waited);
     const double ended = problem.groups.size() == 1 ? rounds : std::min(rounds, even + waited);
-    // Not all of a group's tasks are equal: of 112 rows the first of two tasks has 64. (Two threads: 17% longer than 56 each.)
+    // Not all of a group's tasks are equal: of 112 rows the first of two tasks has 64. (Two threads of Zen 4: 18% slower than
+    // what was predicted to be as fast, all rows in each task.)
     const double alike = std::max(ended, longest) + delay;
     span = alike + unlike * (shared - alike);
   }

@@ -525,7 +525,7 @@ def test_measured_mode_runs_the_best_few(here, tmp_path, monkeypatch):
 
 
 def test_the_longest_task_is_waited_for(machine):
-    """Of 112 rows the last task has 48, the other one 64; of 128 both have 64."""
+    """Of 112 rows the first task has 64, the last one 48; of 128 both have 64."""
     evaluator = GemmEvaluator(machine, 2, False)
     whole = Configuration("direct", 96, 1024, 96, 128, 1408, "columns")
     uneven, even = (evaluator.estimate(GemmShape(m=m, k=1408, n=1024, form="direct"), whole) for m in (112, 128))
@@ -564,7 +564,7 @@ class _Runs:
         for _ in range(count):
             self._round += 1
             for row, configuration in zip(rows, configurations, strict=True):
-                row.append(self._milliseconds(configuration, self._round) * (1 + 0.37 * (self._round * 7 % 5)))
+                row.append(self._milliseconds(configuration) * (1 + 0.37 * (self._round * 7 % 5)))
         return rows
 
 
@@ -575,13 +575,13 @@ def test_the_fastest_is_found_beside_others(machine, monkeypatch):
     assert len(some) == timing.FINALISTS == 16
     for best in range(len(some)):
         times = {a.configuration: 10.0 + 0.1 * ((i - best) % len(some)) for i, a in enumerate(some)}
-        timer = _Runs(lambda configuration, round, times=times: times[configuration])
+        timer = _Runs(times.__getitem__)
         found, milliseconds = timing.fastest(timer, ranked)
         assert found is some[best] and 10.0 <= milliseconds < 25
         # The slower half stays behind, but for the model's choice.
         assert list(dict.fromkeys(map(len, timer.asked))) == [16, 8, 4, 2]
         assert all(ranked[0].configuration in asked for asked in timer.asked)
-    alone, _ = timing.fastest(_Runs(lambda configuration, round: 1.0), ranked[:1])
+    alone, _ = timing.fastest(_Runs(lambda configuration: 1.0), ranked[:1])
     assert alone is ranked[0]
 
 
@@ -596,7 +596,7 @@ def test_what_looked_fastest_runs_anew(machine, monkeypatch):
             self.left = len(configurations)
             return super().measure(configurations, count)
 
-    def milliseconds(configuration, round):
+    def milliseconds(configuration):
         if configuration == lucky:
             return 10.1 if timer.left == 2 else 5.0
         return 10.0 if configuration == ranked[0].configuration else 12.0

@@ -330,6 +330,25 @@ def test_rates_are_found_again() -> None:
     )
 
 
+def test_a_group_counts_by_its_share_of_the_call() -> None:
+    """Sorting slots takes twice as long where that is next to nothing of a call: the rate is that of the other one."""
+    start = model()
+    shape = ExpertsShape(16, 768, 512, 2, 0)
+    measured, shares = [], []
+    for tokens, times in ((8, 2.0), (1600, 1.0)):
+        rows = RoutingLaw.parse("uniform").rows(shape.experts, shape.top_k, tokens)
+        of_case = alone(start, shape, rows)
+        phases = {}
+        for backward in (False, True):
+            for group, work in of_case.work(shape, rows, backward=backward).items():
+                phases[group] = start.rates.thread_ms(work) * (times if group == "routing" else 1.0)
+        shares.append(phases["routing"] / sum(phases.values()))
+        ms = of_case.forward(shape, rows).milliseconds, of_case.backward(shape, rows).milliseconds
+        measured.append(MeasuredLayer(LayerCase(shape, tokens), rows, *ms, 1.0, phases))
+    assert shares[0] < 0.1 * shares[1]
+    assert fit(start, measured).slot == pytest.approx(start.rates.slot, rel=0.1)
+
+
 def test_layers_inside_of_a_model() -> None:
     shape, rows = ExpertsShape(24, 640, 288, 6, 16), (75,) * 24
     told = model()

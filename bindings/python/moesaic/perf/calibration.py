@@ -44,7 +44,7 @@ TURNS = 12
 """In which the repetitions of all cases are made: on a shared host a call takes up to a seventh longer for some
 seconds, of which each turn is one sample."""
 _SETTLED_CALLS, _SETTLED_MS = 8, 8.0
-"""Untimed forwards and backwards before them: so many, or so long if there was one."""
+"""Untimed forwards and backwards before a turn's: so many; fewer, but one, where these take as many milliseconds."""
 
 
 @dataclass(frozen=True)
