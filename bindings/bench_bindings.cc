@@ -208,7 +208,6 @@ py::dict KernelFiguresOf(const bench::KernelProbe& probe, double product_ns) {
   row["cell_ns"] = figures.cell_ns;
   row["again_ns"] = figures.again_ns;
   row["call_ns"] = figures.call_ns;
-  row["l2_tile_ns"] = figures.l2_tile_ns;
   row["unpack_tile_ns"] = figures.unpack_tile_ns;
   row["unpack_overlaps"] = figures.unpack_overlaps;
   row["pack_gbps"] = figures.pack_gbps;

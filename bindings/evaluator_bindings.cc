@@ -46,8 +46,6 @@ MachineModel MachineOf(const py::dict& figures) {
   machine.job_us = Field<double>(figures, "job_us");
   machine.task_us = Field<double>(figures, "task_us");
   machine.claim_ns = Field<double>(figures, "claim_ns");
-  machine.claim_few_ns = Field<double>(figures, "claim_few_ns");
-  machine.claim_one_ns = Field<double>(figures, "claim_one_ns");
   machine.fetch_ns = Field<double>(figures, "fetch_ns");
   KernelFigures& kernel = machine.kernel;
   kernel.left_panels = Field<std::int64_t>(figures, "left_panels");
@@ -65,12 +63,11 @@ MachineModel MachineOf(const py::dict& figures) {
   for (std::size_t form = 0; form < few.size(); ++form) {
     std::copy(few[form].begin(), few[form].end(), kernel.few_tile_ns[form].begin());
   }
-  machine.product_factor = Field<double>(figures, "product_factor");
-  kernel.step_alone = Field<double>(figures, "step_alone");
+  machine.direct_factor = Field<double>(figures, "direct_factor");
+  machine.unpack_factor = Field<double>(figures, "unpack_factor");
   kernel.cell_ns = Field<double>(figures, "cell_ns");
   kernel.again_ns = Field<double>(figures, "again_ns");
   kernel.call_ns = Field<double>(figures, "call_ns");
-  kernel.l2_tile_ns = Field<double>(figures, "l2_tile_ns");
   kernel.unpack_tile_ns = Field<double>(figures, "unpack_tile_ns");
   kernel.unpack_overlaps = Field<bool>(figures, "unpack_overlaps");
   kernel.overlap = Field<double>(figures, "overlap");
@@ -251,7 +248,6 @@ void RegisterEvaluator(py::module_& module) {
   module.attr("gemm_parts") = py::tuple(parts);
   module.attr("gemm_model_version") = kGemmModelVersion;
   module.attr("most_measured_rows") = kMostMeasuredRows;
-  module.def("readers_of_quarter", &ReadersOfQuarter, py::arg("threads"));
   module.def("chunk_rows", &ChunkRows, py::arg("rows"), py::arg("hidden"), py::arg("intermediate"));
   module.def(
       "choose_blocking",

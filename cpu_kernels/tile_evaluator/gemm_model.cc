@@ -92,6 +92,10 @@ constexpr double kWithoutSlices = 2.4;
 /// and half, 6%.)
 constexpr double kWaitedForL3 = 0.5;
 
+/// Of what tiles that another thread has packed take more than a thread's own what is waited for. (AMX, 16 threads, tasks of
+/// 680 kinds: 0.5 in the direct form, 0.3 in the other.)
+constexpr double kWaitedForFetched = 0.5;
+
 /// Columns whose sums wait in C between two slices of the unpack form. Where vectors interleave weights in registers
 /// (gemm/register_unpack.h): rows of weights of such a slice; activations that these take at a time, at most. With more of
 /// them two slices are taken together. (On Zen 4 with more than 8, whose sums no cache gives up.)
@@ -100,12 +104,10 @@ constexpr std::int64_t kSumColumns = kSuperblock * kTileColumns, kSumDepth = kSu
 /// (AmxCell::kSliceTiles); of a slice of the unpack form (UnpackSlice).
 constexpr std::int64_t kSliceTiles = 2 * kSuperblock, kRightTiles = kSuperblock;
 
-/// Stores to lines of a result that are under way at a time: where a call's rows are a line or some, and where lines follow
-/// each other, which the hardware fetches ahead. (2 MB of bf16, a latency of 124: 44 ns a line, AVX-512, and 5 to 7, AMX in
-/// calls of all rows.)
-constexpr double kStores = 3, kStoresInTurn = 20;
-/// Bytes of such rows.
-constexpr std::int64_t kLinesInTurn = 256;
+/// Stores to lines of a result that are under way at a time: of each line of a call's rows, and at most, for lines that follow
+/// each other the hardware fetches ahead. (2 MB of bf16, a latency of 124: 44 ns a line, AVX-512, and 5 to 7, AMX in calls of
+/// all rows. AMX, 16 threads, tasks of 310 kinds of the direct form: two thirds of what 3 and 20 say.)
+constexpr double kStores = 4.5, kStoresInTurn = 30;
 
 /// The direct form of many rows: rows that take as long as transposing the weights for all, and the share of the unpack form's
 /// time that they take then, with nothing interleaved beside the products. (Two Zen 5 cores, weights in L2: 24, 64, 250 rows
@@ -132,29 +134,18 @@ struct TaskCost {
 /// 35 tasks of 96 rows 352 us, in ten of 300 481; 4 x 1,024 x 4,352 in 34 tasks 112, in twelve 141.)
 constexpr double kUnlike = 0.25;
 
-/// To pack a tile that so many threads have read, more than packing takes in any case: between what was measured. (AMX, 16
-/// threads, products in which 1, 2, 3, 4, 5, 6 and more have, medians of four runs: 0.13 to 0.16, 0.19 to 0.23, 0.7 to 0.9, 0.8
-/// to 1.1, 1.2 to 1.4, 1.2 to 1.7 and 1.3 to 1.9 us; on a slower machine 0.17, 0.17, 0.35, 0.40, 0.42, 0.51, 0.65.)
-double ClaimNs(const MachineModel& machine, double readers) {
-  const double few = ReadersOfQuarter(machine.threads), all = machine.threads;
-  if (readers < few) {
-    const double share = (readers - 1) / (few - 1);
-    return machine.claim_one_ns + (machine.claim_few_ns - machine.claim_one_ns) * share * share * share * (4 - 3 * share);
-  }
-  if (readers <= few) return machine.claim_few_ns;
-  return machine.claim_few_ns + (machine.claim_ns - machine.claim_few_ns) * std::log(readers / few) / std::log(all / few);
-}
-
 /// The share of a piece of packing that is waited for at the end. (AMX, 16 threads: 0.2 to 0.5 with 48 to 50 pieces, 0.45 with
 /// 28 of some microseconds.)
 constexpr double kPieceWaited = 0.3;
+/// Latencies of L3 that pass before all pieces are under way, beside the job's dispatch: their first lines are in other
+/// threads' caches, and nothing runs ahead of them yet. (AMX, 16 threads, 5 to 6 us whatever is packed; two Zen 4, 2 to 5.)
+constexpr double kPackingBegins = 45;
 
 /// What each of so many tasks that read the same weights at the same time reads of them from memory, as long as these meet each
-/// weight once: all, until that is what half of the threads would read. (AMX, 16 threads, 32 rows, all of them together, GB/s
-/// where 1, 2, 4, 8 and 16 share their weights: direct 118, 149, 189, 212, 209, unpack 97, 109, 128, 152, 155. Products lose
-/// more where few share: us in tasks of up to 32 rows and in larger ones: 12 x 40 x 896 x 1,792 630, 380; 4 x 250 x 1,280 x
-/// 1,536 1,550, 820; 200 x 1,792 x 896 330 to 350, 250; but 600 x 1,280 x 640, all columns a task, 280, 370.)
-double ReadByEach(double sharers, double threads) { return sharers > 1 ? std::min(1.0, threads / (2 * sharers)) : 1.0; }
+/// weight once: most, until that is what half of the threads would read. (AMX, 16 threads, 32 rows, all of them together, GB/s
+/// where 1, 2, 4, 8 and 16 share their weights: direct 118, 149, 189, 212, 209, unpack 97, 109, 128, 152, 155. Tasks of
+/// products that two to six share lie between all of it and what these say.)
+double ReadByEach(double sharers, double threads) { return sharers > 1 ? std::min(0.85, threads / (2 * sharers)) : 1.0; }
 
 /// Sizes of one task, and where its operands are read from the first time.
 struct TaskShape {
@@ -457,8 +448,9 @@ class TaskCounter {
     if (p_.form != GemmForm::kUnpack && p_.output_bytes == 2) {  // rounded from a block of fp32
       AddAgain(cost, Product(call_rows, call_columns, 4), 2 * fp32);
       // No products are computed meanwhile.
-      const bool in_turn = call_rows >= task.group_rows || 2 * call_rows >= kLinesInTurn;
-      cost.store_ns = Product(task.rows, task.columns, 2) / 64 * latency_ns / (in_turn ? kStoresInTurn : kStores);
+      const double lines = std::ceil(static_cast<double>(2 * call_rows) / 64);
+      const double stores = call_rows >= task.group_rows ? kStoresInTurn : std::min(kStores * lines, kStoresInTurn);
+      cost.store_ns = Product(task.rows, task.columns, 2) / 64 * latency_ns / stores;
     } else if (unit && p_.output_bytes == 4 && p_.form == GemmForm::kDirect) {
       // A tile's lines are waited for before the next products. (In the unpack form sums of slices before were there.)
       cost.store_ns = fp32 / 64 * latency_ns / kStoresInTurn;
@@ -505,14 +497,8 @@ double MemoryGbps(const GemmProblem& problem, const MachineModel& machine, doubl
   return std::max(some * threads / tasks, all);
 }
 
-/// What of a thread's time another one computes on its core: where tasks are fewer than threads some have a core alone.
-double Beside(const MachineModel& machine, double tasks) {
-  return machine.threads == 1 ? 0.0 : std::clamp((tasks - 1) / (machine.threads - 1), 0.0, 1.0);
-}
-
-/// @param tasks        that compute at the same time: where there are fewer than threads, each has more of its core
 /// @param memory_gbps  at which weights would come for all threads together
-TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, const MachineModel& machine, double tasks,
+TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, const MachineModel& machine,
                 double memory_gbps) {
   const double threads = machine.threads;
   const KernelFigures& kernel = machine.kernel;
@@ -520,25 +506,19 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   const auto supply = [&](MemoryLevel level, double gbps) {
     return cost.bytes[static_cast<std::size_t>(level)] * threads / gbps * kNsToMs;
   };
-  // Two threads of a core share what computes.
-  const double of_all = (cost.cells_ns + cost.calls_ns) * kNsToMs, alone = kernel.step_alone * of_all;
-  const double products = alone + (of_all - alone) * Beside(machine, tasks);
+  const double products = (cost.cells_ns + cost.calls_ns) * kNsToMs, unpack = cost.unpack_ns * kNsToMs;
   // A matrix unit has few registers to load tiles ahead into: it waits for those from L2. Vectors wait for bytes at most.
   const bool unit = kernel.unpack_overlaps;
-  const double tile_ns = (cost.once ? kWithoutSlices : 1.0) * kernel.l2_tile_ns;
-  const double tiles =
-      unit ? cost.bytes[static_cast<std::size_t>(MemoryLevel::kL2)] / (2 * kTileElements) * tile_ns * kNsToMs : 0.0;
+  const double l2 = supply(MemoryLevel::kL2, machine.gbps[1]);
+  const double tiles = unit ? (cost.once ? kWithoutSlices : 1.0) * l2 : 0.0;
   const double cells = products + tiles;
-  // What of it the other thread's products do not hide.
-  const double unpack = unit ? std::max(0.0, alone + cost.unpack_ns * kNsToMs - products) : cost.unpack_ns * kNsToMs;
   const double memory = supply(MemoryLevel::kMemory, memory_gbps) + cost.lost_ns * kNsToMs;
   const double storing = cost.store_ns * kNsToMs;
-  const double fetching = cost.fetched_tiles * machine.fetch_ns * (threads - 1) / threads * kNsToMs;
+  const double fetching = kWaitedForFetched * cost.fetched_tiles * machine.fetch_ns * (threads - 1) / threads * kNsToMs;
   // Beside the products, all that overlaps with them: L2 and L3. What vectors unpack comes on top, also where a matrix unit
   // leaves them idle: it and its prefetches take the fill buffers that tiles are loaded through. (AMX, 48 to 256 rows, weights
-  // in L2, ns a stored tile: 59, 71, 98, 116, 208, which are 24 and 11.5 for each panel.) Where two threads share a core, one
-  // unpacks while the other's products have the unit. (16 threads of 8 cores, 60 to 3,000 rows: with unpacking on top 14% too
-  // slow in the mean.) Memory comes beside all of it there, and beside the unpacking where vectors compute, too.
+  // in L2, ns a stored tile: 59, 71, 98, 116, 208, which are 24 and 11.5 for each panel.) Memory
+  // comes beside all of it there, and beside the unpacking where vectors compute, too.
   const bool unpack_first = problem.form == GemmForm::kUnpack && !unit && !cost.few;
   const bool unpacks = problem.form == GemmForm::kUnpack;
   const double overlap = cost.few  ? (cost.passed_once ? kernel.few_overlap : kPassedOverlap)
@@ -547,10 +527,12 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
   const Overlap beside(overlap);
   const double busy = cells + (unit ? unpack : 0.0);
   const double l3 = supply(MemoryLevel::kL3, machine.gbps[2]), waited = unit ? kWaitedForL3 * l3 : 0.0;
-  const std::array<double, 3> powers = {
-      beside.Power(busy), unit ? 0.0 : beside.Power(supply(MemoryLevel::kL2, machine.gbps[1])), beside.Power(l3 - waited)};
+  const std::array<double, 3> powers = {beside.Power(busy), unit ? 0.0 : beside.Power(l2), beside.Power(l3 - waited)};
   const double sum = powers[0] + powers[1] + powers[2];
-  const double by_itself = beside.Root(sum) + waited, computing = (cost.few ? 1.0 : machine.product_factor) * by_itself;
+  const double by_itself = beside.Root(sum) + waited, computing = (cost.few                ? 1.0
+                                                                   : unpacks && !cost.once ? machine.unpack_factor
+                                                                                           : machine.direct_factor) *
+                                                                  by_itself;
   double memory_share = 0, unpack_share = 0, computing_share = computing;
   if (unpack_first) {
     const Together way(unpack, memory, Overlap(kUnpackOverlap), Overlap(1), cost.unfetched);
@@ -659,6 +641,12 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
         column_tasks;
   }
   const double last_round = all_tasks - (std::ceil(all_tasks / threads) - 1) * threads;
+  // Kernels were measured by the rate of all threads. Where each has one task, the mean time is that of threads, which is
+  // longer by the square of how far they differ; of many tasks the faster threads take more. (AMX, 16 threads that differ by a
+  // quarter to a third, tasks against what was predicted: 5 to 16 of the direct form 6% slower than more than 48, 2 and 3
+  // rounds 1 to 3%.)
+  const double spread = machine.uneven[static_cast<std::size_t>(machine.threads) - 1] - 1;
+  const double slower = 1 + spread * spread * std::min(1.0, threads / all_tasks);
   GemmEstimate estimate;
   double work = 0, tasks = 0, longest = 0;
   Tasks whole, rest;  // by their columns
@@ -694,17 +682,17 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
       // threads, tasks whose time is memory's: with all of it 5, 7, 9 and 12 take 0.65, 0.76, 0.82 and 0.9 of what they
       // really do, with none of it nine take 1.1.) Those of a last round, which follow others, were not seen apart.
       const double gbps = MemoryGbps(problem, machine, all_tasks, few), of_all = MemoryGbps(problem, machine, threads, few);
-      const TaskTime time = TimeOf(cost, flops, problem, machine, all_tasks, std::sqrt(gbps * of_all));
+      TaskTime time = TimeOf(cost, flops, problem, machine, std::sqrt(gbps * of_all));
+      time.ms *= slower;
+      for (double& part : time.parts) part *= slower;
       for (std::size_t i = 0; i < kGemmParts; ++i) estimate.parts[i] += count * time.parts[i] / threads;
       work += count * time.ms;
       tasks += count;
       some.count += count;
       some.work += count * time.ms;
-      const auto late = [&] {
-        return TimeOf(cost, flops, problem, machine, last_round, MemoryGbps(problem, machine, last_round, few));
-      };
+      const auto late = [&] { return TimeOf(cost, flops, problem, machine, MemoryGbps(problem, machine, last_round, few)); };
       const bool same = last_round == threads || last_round == all_tasks || problem.groups.size() > 1;
-      some.late_work += count * (same ? time : late()).ms;
+      some.late_work += count * (same ? time.ms : slower * late().ms);
       longest = std::max(longest, time.ms);
     };
     const auto groups = static_cast<double>(group.groups);
@@ -743,16 +731,17 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   PartOf(estimate.parts, GemmPart::kScheduling) = span - even;
   double packing = 0;
   if (!problem.packed) {
-    // One thread reads what it writes before. Of several each takes the rows from those that have read them, and the lines that
-    // it writes, too. (AMX, 16 threads: a tile that nobody else has read takes 60 ns more than packing and claiming it, of fp32
-    // and of bf16. That others read the tiles then from beyond their own L2 is in the tasks' times.)
+    // One thread reads what it writes before. Of several each takes the rows from those that have written them, and the lines
+    // that it writes, too. (AMX, 16 threads, 80 products whose operands others have written: 285 ns a tile of bf16 and 395 of
+    // fp32, where packing in a thread's own cache takes 90. That others read the tiles then from beyond their own L2 is in the
+    // tasks' times.)
     const double read = machine.threads == 1 ? all_rows * static_cast<double>(problem.k * (problem.input_bytes + 4)) : 0.0;
-    const double readers = std::min(threads, column_tasks), others = (threads - 1) / threads;
-    const double handed = machine.fetch_ns * others;
-    const double busy =
-        packed_bytes / machine.kernel.pack_gbps + read / machine.gbps[2] + all_tiles * (handed + ClaimNs(machine, readers));
+    const double others = (threads - 1) / threads, given = static_cast<double>(problem.input_bytes) / 2;
+    const double moved = machine.fetch_ns * others * given + machine.claim_ns * (given + 1) / 2;
+    const double busy = packed_bytes / machine.kernel.pack_gbps + read / machine.gbps[2] + all_tiles * moved;
     const auto pieces = static_cast<double>(CutPacking(problem, machine.threads).pieces);
-    packing = std::max(busy / pieces, busy / threads + kPieceWaited * busy / pieces * others) * kNsToMs;
+    const double begins = kPackingBegins * machine.latency_ns[static_cast<std::size_t>(MemoryLevel::kL3)] * others;
+    packing = (std::max(busy / pieces, busy / threads + kPieceWaited * busy / pieces * others) + begins) * kNsToMs;
   }
   PartOf(estimate.parts, GemmPart::kPacking) += packing;
   const double jobs = problem.packed ? 1.0 : 2.0;

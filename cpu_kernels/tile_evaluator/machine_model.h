@@ -26,11 +26,9 @@ struct KernelFigures {
   /// weights in L2, by form (direct, unpack) and rows - 1.
   std::int64_t measured_rows = 0;
   std::array<std::array<double, kMostMeasuredRows>, 2> few_tile_ns{};
-  double step_alone = 1;         ///< share of a step's time that it takes where no other thread computes on its core
   double cell_ns = 0;            ///< begin and end of the widest cell: accumulators cleared and stored
   double again_ns = 0;           ///< the same of one that goes on with sums in C: accumulators loaded and stored
   double call_ns = 0;            ///< begin and end of a call
-  double l2_tile_ns = 0;         ///< what a tile of an operand, 1 KB, takes longer from L2 than from L1, in the widest cell
   double unpack_tile_ns = 0;     ///< a stored tile becomes part of right factors (unpack form)
   bool unpack_overlaps = false;  ///< beside the products instead of before them: a matrix unit, which also takes slices
   /// How well the kernels compute while the caches and the memory bring what they need: times of both combine as
@@ -45,9 +43,6 @@ struct KernelFigures {
   std::vector<double> few_direct_gbps, few_unpack_gbps;
 };
 
-/// Threads that have read what MachineModel::claim_few_ns is of.
-constexpr int ReadersOfQuarter(int threads) { return threads < 4 ? 1 : threads / 4; }
-
 /// A machine as `threads` threads see it. Rates are those of all threads together.
 struct MachineModel {
   int threads = 1;
@@ -60,14 +55,15 @@ struct MachineModel {
   double task_us = 0;                              ///< one more task in it
   /// Of 1, 2, ... and as many equal tasks as threads, the longest over the mean.
   std::vector<double> uneven;
-  /// To pack a tile that all threads have read, that a quarter of them have (ReadersOfQuarter), or that one has: more than
-  /// packing takes in any case.
-  double claim_ns = 0, claim_few_ns = 0, claim_one_ns = 0;
+  /// To pack a tile from bf16, where other threads have written both, more than packing takes in a thread's own caches and
+  /// reading the rows from theirs.
+  double claim_ns = 0;
   /// To read a tile that another thread has packed, more than one of a thread's own; and to read the rows of one that is
   /// packed.
   double fetch_ns = 0;
-  /// What computing takes in a product of cells, over what its steps, L2 and L3 take by themselves.
-  double product_factor = 1;
+  /// What computing takes in a product of cells, over what its steps, unpacking, L2 and L3 take by themselves: the direct form
+  /// (and the other one in calls that meet each weight once, as that does), the unpack form.
+  double direct_factor = 1, unpack_factor = 1;
   KernelFigures kernel;
 };
 

@@ -45,14 +45,16 @@ class GroupedGemm {
   /// One pass: packing (unless problem.packed) and products. Throws std::invalid_argument unless Legal().
   void Run(const GemmConfiguration& configuration);
 
-  /// Milliseconds of `count` passes of each configuration, which take turns.
+  /// Milliseconds of `count` passes of each configuration, which take turns. Before each pass, as operators before do in a
+  /// model, some thread writes each part of inputs and results, another one each time: no pass finds what the one before left
+  /// in its own threads' caches.
   std::vector<std::vector<double>> Measure(std::span<const GemmConfiguration> configurations, int count);
   /// What packing took in a pass, nothing if problem.packed, and how unequal its tasks were.
   struct Pass {
     double packing_ms = 0;
     double uneven = 1;  ///< the longest task over their mean
   };
-  /// Of `count` passes. Throws as Run() does.
+  /// Of `count` passes, measured as those. Throws as Run() does.
   std::vector<Pass> MeasurePasses(const GemmConfiguration& configuration, int count);
 
   /// C of a group and its operands, as numbers; after a Run().
@@ -93,6 +95,8 @@ class GroupedGemm {
   void PackActivations(int worker_count);
   /// The next ones, if there are any.
   void PlaceFarWeights();
+  /// What comes before a pass that is measured.
+  void Scatter();
   /// The tasks that a configuration makes of the products.
   void CutTasks(const GemmConfiguration& configuration);
   void RunTask(const Task& task, const GemmConfiguration& configuration);
@@ -121,6 +125,7 @@ class GroupedGemm {
   std::vector<Group> groups_;
   std::vector<Task> tasks_;
   std::uint64_t random_ = 1;
+  std::int64_t scattered_ = 0;  ///< how often
 };
 
 }  // namespace moesaic::bench

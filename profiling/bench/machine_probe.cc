@@ -377,7 +377,6 @@ KernelFigures KernelProbe::Figures(double product_ns) const {
   if (tier_.unpack_overlaps) {
     constexpr double kOfAll = kPieces * kCells;
     const double from_l2 = std::max((ns[longer_cells_] - ns[some_cells_]) / (kOfAll * kShortSlice), figures.step_ns[1][0]);
-    figures.l2_tile_ns = from_l2 - figures.step_ns[1][0];
     const auto widest = static_cast<double>(tier_.left_panels * tier_.right_panels) / 2;  // of cells of two tiles
     // What both lengths take beyond their steps.
     const double cells = (ns[some_cells_] + ns[longer_cells_]) / 2 - 1.5 * kOfAll * kShortSlice * from_l2;

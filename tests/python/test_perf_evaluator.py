@@ -69,7 +69,7 @@ def test_half_of_a_mean_task_is_waited_for_where_threads_are_unlike():
     whole, more = (
         _milliseconds(machine, dataclasses.replace(shape, m=rows), 16, *configuration) for rows in (4032, 4048)
     )
-    assert whole < more < 1.05 * whole
+    assert more == pytest.approx(whole, rel=0.05)
 
 
 def test_what_the_slowest_and_the_last_task_take_longer():
@@ -110,7 +110,7 @@ def test_few_tasks_have_more_of_the_memory_each():
 
 
 @pytest.mark.parametrize("form", ["direct", "unpack"])
-def test_tasks_of_few_rows_that_share_weights_each_read_them_from_memory(form):
+def test_tasks_of_few_rows_that_share_weights_each_read_most_of_them_from_memory(form):
     emr = Machine.named("emr-16c")
 
     def traffic(tasks: int, rows: int = 32, machine: Machine = emr, threads: int = 16, **changes: Any) -> float:
@@ -121,9 +121,9 @@ def test_tasks_of_few_rows_that_share_weights_each_read_them_from_memory(form):
 
     one = traffic(1)
     for tasks in (2, 4, 8):
-        assert traffic(tasks) > 0.9 * tasks * one
+        assert 0.8 * tasks * one < traffic(tasks) < 0.9 * tasks * one
     # No more than half of the threads would, by all of them, nor by those that come later.
-    assert traffic(16) == pytest.approx(traffic(8), rel=0.1) and traffic(40) == pytest.approx(traffic(16), rel=0.1)
+    assert traffic(16) == pytest.approx(8 * one, rel=0.1) and traffic(40) == pytest.approx(traffic(16), rel=0.1)
     # Not where weights are in the last-level cache, of more rows, on two threads, or without a matrix unit.
     assert traffic(8, cached=True) < 0.1 * traffic(8)
     assert traffic(8, rows=48) < 2 * traffic(1, rows=48)
@@ -642,9 +642,8 @@ def test_products_take_turns_while_the_host_is_quiet(here, monkeypatch):
     assert timing.time_in_turns(moesaic.isa(), cases, lambda: False, 10, 0.1, told.append) == [[], []]
 
 
-@pytest.mark.parametrize("ms, untimed, timed", [(0.25, 8, 4), (1.5, 3, 3), (9.0, 1, 1)])
-def test_each_configuration_is_timed_behind_itself(monkeypatch, ms, untimed, timed):
-    """What the passes before have left is its own."""
+def test_configurations_take_turns_in_another_order_each_round(monkeypatch):
+    """One pass of each in a round, whose time is its own."""
     passes = []
 
     class Gemm:
@@ -653,22 +652,18 @@ def test_each_configuration_is_timed_behind_itself(monkeypatch, ms, untimed, tim
 
         def measure(self, configurations, count):
             (one,) = configurations
-            first = len(passes)
             passes.extend([one] * count)
-            return [[ms + 1e-6 * at for at in range(first, first + count)]]
+            return [[float(len(passes) - 1)] * count]
 
     monkeypatch.setattr(timing._core, "GroupedGemm", Gemm)
     timer = ShapeTimer("portable", GemmShape(m=32, k=64, n=128), far=None)
     some = [Configuration("direct", 32, 32 * n, 32, 32, 64, "columns") for n in (1, 2, 4)]
-    times = timer.measure(some, 5)
-    assert len(passes) == 3 * 5 * (untimed + timed)
+    times = timer.measure(some, 20)
+    rounds = [passes[at : at + 3] for at in range(0, 60, 3)]
+    assert len(passes) == 60 and all(sorted(one) == sorted(c.as_tuple() for c in some) for one in rounds)
+    assert len({tuple(one) for one in rounds}) == 6  # all orders
     for configuration, row in zip(some, times, strict=True):
-        assert len(row) == 5
-        for found in row:
-            middle = (found - ms) * 1e6  # of the timed passes
-            first, last = round(middle - (timed - 1) / 2), round(middle + (timed - 1) / 2)
-            assert last - first == timed - 1
-            assert passes[first - untimed : last + 1] == [configuration.as_tuple()] * (untimed + timed)
+        assert len(row) == 20 and all(passes[int(at)] == configuration.as_tuple() for at in row)
 
 
 def test_timing_takes_turns_over_both_forms(here):

@@ -10,7 +10,7 @@ import moesaic
 from moesaic import _core
 from moesaic.perf import GemmEvaluator, GemmShape, Machine, measure
 from moesaic.perf.check import gemm_shapes
-from moesaic.perf.gemm_evaluator import Configuration, GemmEstimate
+from moesaic.perf.gemm_evaluator import Configuration
 
 
 def test_descriptions_that_come_with_the_package():
@@ -72,53 +72,37 @@ def test_no_step_is_faster_than_the_ceiling():
             for j in range(right):
                 assert slow["step_ns"][i][j] == pytest.approx((i + 1) * (j + 1) * product_ns)
         # The same calls took what they took: the rest of them takes less.
-        for name in ("cell_ns", "call_ns", "l2_tile_ns", "unpack_tile_ns"):
+        for name in ("cell_ns", "call_ns", "unpack_tile_ns"):
             assert slow[name] <= measured[name]
         assert slow["few_tile_ns"] == measured["few_tile_ns"] and slow["pack_gbps"] == measured["pack_gbps"]
-        # A step that is raised takes that from the tiles from L2, where these are slower.
-        if (l2_tile_ns := measured["l2_tile_ns"]) > 0:
-            step_ns = measured["step_ns"][1][0] + l2_tile_ns / 2
-            raised = probe.figures(step_ns / 2)
-            assert raised["step_ns"][1][0] == pytest.approx(step_ns)
-            assert raised["l2_tile_ns"] == pytest.approx(l2_tile_ns / 2)
-            assert raised["cell_ns"] == pytest.approx(measured["cell_ns"])
 
 
-def test_threads_that_share_cores():
-    """What one thread alone computes twice as fast: its tasks alone, its unpacking beside the other one's products."""
+def test_few_tasks_take_what_those_of_all_threads_take():
+    """Each of as many tasks as threads takes longer by the square of how far threads differ; of more tasks less."""
+    alike = dataclasses.replace(Machine.named("emr-16c"), uneven={1: 1.0})
+    unlike = dataclasses.replace(alike, uneven={1: 1.0, 16: 1.3})
+
+    def each(machine: Machine, tasks: int) -> float:
+        shape = GemmShape(m=128, k=1024, n=128 * tasks, output="fp32", packed=True, cached=True)
+        parts = (
+            GemmEvaluator(machine, 16, cache=False)
+            .estimate(shape, Configuration("direct", 128, 128, 128, 128, 1024, "columns"))
+            .parts
+        )
+        return sum(time for name, time in parts.items() if name not in ("scheduling", "dispatch")) * 16 / tasks
+
+    assert each(alike, 4) == pytest.approx(each(alike, 16))
+    for tasks, square in ((4, 0.09), (16, 0.09), (32, 0.045), (160, 0.009)):
+        assert each(unlike, tasks) == pytest.approx((1 + square) * each(alike, tasks))
+
+
+def test_a_matrix_unit_waits_for_tiles_from_l2():
     machine = Machine.named("emr-16c")
-    kernels = machine.kernels[machine.isa]
-    alone = dataclasses.replace(kernels.per_thread[1], unpack_tile_ns=20.0)
-    both = alone.slower(2.0)
-    same = {n: 1000.0 * n for n in (1, 16)}
-
-    def on(each, of_all, unpack_ns=20.0):
-        figures = {1: each, 16: dataclasses.replace(of_all, unpack_tile_ns=unpack_ns, l2_tile_ns=0.0)}
-        some = dataclasses.replace(kernels, per_thread=figures, compute_gflops=same)
-        return dataclasses.replace(machine, kernels={machine.isa: some}, uneven={1: 1.0})
-
-    shared, apart = on(alone, both), on(both, both)
-    assert shared.figures(16)["step_alone"] == 0.5 and apart.figures(16)["step_alone"] == 1.0
-
-    def ms(some, shape, form, task_rows):
-        configuration = Configuration(
-            form, task_rows, 128, task_rows, 128, 256 if form == "unpack" else shape.k, "columns"
-        )
-        return GemmEvaluator(some, 16, cache=False).estimate(shape, configuration).milliseconds
-
-    # All threads are busy: products take the same; with few tasks threads have cores to themselves.
-    many = GemmShape(m=2048, k=1024, n=2048, output="fp32", packed=True, cached=True)
-    assert ms(shared, many, "direct", 128) == ms(apart, many, "direct", 128)
-    few = dataclasses.replace(many, m=128, n=512)
-    assert ms(shared, few, "direct", 128) < 0.85 * ms(apart, few, "direct", 128)
-    # 128 rows of products hide their unpacking, 16 do not.
-    for rows, hidden in ((128, True), (16, False)):
-        shape = dataclasses.replace(many, m=rows, n=128 * 16, output="bf16")
-        without = [ms(on(each, both, 1e-6), shape, "unpack", rows) for each in (alone, both)]
-        beside, on_top = (
-            ms(some, shape, "unpack", rows) - at for some, at in zip((shared, apart), without, strict=True)
-        )
-        assert on_top > 0 and (abs(beside) < 0.02 * on_top) == hidden
+    slow = dataclasses.replace(machine, l2_gbps={n: gbps / 2 for n, gbps in machine.l2_gbps.items()})
+    shape = GemmShape(m=256, k=1024, n=128 * 16, output="fp32", packed=True, cached=True)
+    configuration = Configuration("direct", 256, 128, 256, 128, 1024, "columns")
+    one, other = (GemmEvaluator(m, 16, cache=False).estimate(shape, configuration).parts["l2"] for m in (machine, slow))
+    assert one > 0 and 1.8 * one < other < 2.1 * one
 
 
 def test_few_rows_fetch_what_comes_next_themselves():
@@ -164,7 +148,7 @@ def test_one_thread_counts_at_its_best_and_several_as_usual():
 
 def test_threads_hand_tiles_to_each_other():
     machine = Machine.named("emr-16c")
-    free = dataclasses.replace(machine, claim_ns={1: 0.0}, claim_few_ns={1: 0.0}, claim_one_ns={1: 0.0})
+    free = dataclasses.replace(machine, claim_ns={1: 0.0})
     shape = GemmShape(m=512, k=2048, n=4096)
     tiles = 512 // 16 * 2048 // 32
 
@@ -174,28 +158,23 @@ def test_threads_hand_tiles_to_each_other():
     def share(pieces: int) -> float:  # of all packing, that is waited for
         return (1 + 0.3 * 15 / pieces) / 16
 
-    figures = {"claim_ns": 1600.0, "claim_few_ns": 800.0, "claim_one_ns": 100.0}
-    claimed = dataclasses.replace(free, **{name: {1: 0.0, 16: ns} for name, ns in figures.items()})
-    best = GemmEvaluator(free, 16, cache=False).evaluate(shape).configuration
-    both = [GemmEvaluator(m, 16, cache=False).estimate(shape, best).milliseconds for m in (claimed, free)]
-    assert both[0] - both[1] == pytest.approx(tiles * 1600e-6 * share(48))
-    # Of fewer columns fewer threads have read a tile: 8 of 16, a quarter of them, 3, 2, and 1.
-    some_ns = [(384, 100.0 + 700.0 * 16 / 27), (256, 100.0 + 700.0 / 9), (128, 100.0)]
-    for columns, ns in ((1024, 1200.0), (512, 800.0), *some_ns):
-        narrow = dataclasses.replace(shape, n=columns)
-        configuration = GemmEvaluator(free, 16, cache=False).evaluate(narrow).configuration
-        parts = dataclasses.replace(configuration, task_columns=128, call_columns=128)
-        times = [GemmEvaluator(m, 16, cache=False).estimate(narrow, parts).milliseconds for m in (claimed, free)]
-        assert times[0] - times[1] == pytest.approx(tiles * ns * share(48) * 1e-6)
+    claimed = dataclasses.replace(free, claim_ns={1: 0.0, 16: 1600.0})
+    # Half of it is for the tile, half for the rows of bf16, of which fp32 has two.
+    for given, ns in (("bf16", 1600.0), ("fp32", 2400.0)):
+        some = dataclasses.replace(shape, input=given)
+        best = GemmEvaluator(free, 16, cache=False).evaluate(some).configuration
+        both = [GemmEvaluator(m, 16, cache=False).estimate(some, best).milliseconds for m in (claimed, free)]
+        assert both[0] - both[1] == pytest.approx(tiles * ns * 1e-6 * share(48))
     packed = dataclasses.replace(shape, packed=True)
     assert milliseconds(machine, packed) == milliseconds(free, packed)
-    # Each of them reads all tiles once, of which the others have packed theirs, and packs rows that others have read.
+    # Each of them reads all tiles once, of which the others have packed theirs, half of it beside its products, and
+    # packs rows that others have read.
     shape = GemmShape(m=256, k=2048, n=16 * 128)
     configuration = Configuration("direct", 256, 128, 256, 128, 2048, "columns")
     near, far = (dataclasses.replace(free, fetch_ns={1: 0.0, 16: ns}, uneven={1: 1.0}) for ns in (0.0, 80.0))
     for some, tiles in ((shape, 256 // 16 * 2048 // 32), (dataclasses.replace(shape, packed=True), 0)):
         times = [GemmEvaluator(m, 16, cache=False).estimate(some, configuration).milliseconds for m in (far, near)]
-        assert times[0] - times[1] == pytest.approx(tiles * 80.0 * 15 / 16 * (1 + share(44)) * 1e-6)
+        assert times[0] - times[1] == pytest.approx(tiles * 80.0 * 15 / 16 * (0.5 + share(44)) * 1e-6)
     assert milliseconds(machine, shape, 1) == milliseconds(free, shape, 1)
     # Pieces that are fewer than threads: a whole one is waited for.
     few = GemmShape(m=16, k=128, n=16 * 128)
@@ -302,21 +281,21 @@ def test_measured_figures_make_sense(monkeypatch, threads):
     # Of one thread, and of all at the same time.
     assert set(kernels.per_thread) == {1, threads} and set(machine.uneven) == set(measure._counts(threads))
     assert machine.uneven[1] == 1 and all(1 <= uneven < n + 1e-9 for n, uneven in machine.uneven.items())
-    assert set(machine.product_factor) == {1, threads} and machine.product_factor[1] == 1
-    for handed in (machine.claim_ns, machine.claim_few_ns, machine.claim_one_ns, machine.fetch_ns):
+    for factor in (machine.direct_factor, machine.unpack_factor):
+        assert set(factor) <= {1, threads} and factor[1] == 1
+    for handed in (machine.claim_ns, machine.fetch_ns):
         assert handed[1] == 0 <= handed[threads] < 1e5
     for each in kernels.per_thread.values():
-        assert min(min(row) for row in each.step_ns) > 0 and each.again_ns >= each.cell_ns >= 0 and each.l2_tile_ns >= 0
+        assert min(min(row) for row in each.step_ns) > 0 and each.again_ns >= each.cell_ns >= 0
     alone, together = kernels.per_thread[1], kernels.per_thread[threads]
     assert alone.no_slower_than(together) == alone
     assert Machine.from_json(machine.to_json()) == machine
 
 
-@pytest.mark.parametrize("readers", [16, 4, 1])
+@pytest.mark.parametrize("readers", [16, 1])
 def test_claims_are_what_makes_packing_take_as_long_as_measured(readers):
     machine = Machine.named("emr-16c")
-    world = measure._claiming(machine, 16, (1700.0, 900.0, 140.0))
-    expected = {16: 1700.0, 4: 900.0, 1: 140.0}[readers]
+    world = measure._claiming(machine, 16, 1700.0)
     claims = []
     for form, k, given in measure._IN_TASKS:
         shape = measure._in_tasks(16, form, k, given)
@@ -333,25 +312,20 @@ def test_claims_are_what_makes_packing_take_as_long_as_measured(readers):
         claims.append(tasks.claim_ns(machine, 16))
         quick = measure._EqualTasks(shape, configuration, None, [(0.0, 1.2)])
         assert quick.claim_ns(machine, 16) == 0.0
-    assert claims == pytest.approx([expected] * 3)
+    assert claims == pytest.approx([1700.0] * 3)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 4, 6, 12, 13, 14, 16, 18, 30, 60, 128])
 def test_equal_tasks_are_as_many_as_threads(threads):
-    """But for those that a quarter of the threads read, where threads do not divide."""
-    quarter = _core.readers_of_quarter(threads)
-    for readers in (threads, quarter, 1):
+    for readers in (threads, 1):
         for form, k, given in measure._IN_TASKS:
             shape = measure._in_tasks(threads, form, k, given)
             c = measure._cut(shape, form, threads, readers)
             tasks = -(-shape.m // c.task_rows) * -(-shape.n // c.task_columns)
             assert shape.m >= measure._FEWEST_OF_CELLS and c.task_rows >= 48
             assert shape.m * shape.n * 2 <= 256 << 20  # bytes of results, kept while a host is described
-            if readers == quarter:
-                assert 0.7 * threads <= tasks <= threads
-            else:
-                assert tasks == threads and -(-shape.n // c.task_columns) == readers
-                assert shape.m % c.task_rows == shape.n % c.task_columns == 0
+            assert tasks == threads and -(-shape.n // c.task_columns) == readers
+            assert shape.m % c.task_rows == shape.n % c.task_columns == 0
 
 
 def test_products_that_describe_a_host_are_not_predicted():
@@ -363,38 +337,56 @@ def test_products_that_describe_a_host_are_not_predicted():
     assert held_out.isdisjoint((shape.groups, shape.m, shape.k, shape.n) for shape in in_tasks)
 
 
-@pytest.mark.parametrize("steps", [-18, 9])
-def test_the_product_factor_is_found_again(steps):
-    """Times made with a known one."""
-    machine = dataclasses.replace(Machine.named("emr-16c"), product_factor={1: 1.0})
+@pytest.mark.parametrize("direct, unpack", [(-18, 9), (0, -30)])
+def test_the_factors_of_products_are_found_again(direct, unpack):
+    """Times made with known ones."""
+    machine = Machine.named("emr-16c")
+    for form in ("direct", "unpack"):
+        machine = measure._with_factor(machine, 16, form, 1.0)
     measurement = object.__new__(measure.Measurement)  # without a host
     measurement._host = types.SimpleNamespace(threads=16)
-    world = dataclasses.replace(machine, product_factor={1: 1.0, 16: 1.02**steps})
+    world = measure._with_factor(machine, 16, "direct", 1.02**direct)
+    world = measure._with_factor(world, 16, "unpack", 1.02**unpack)
     measurement._products = []
-    assert measurement._with_product_factor(machine) == machine  # nothing has run yet
+    assert measurement._with_factors(machine) == machine  # nothing has run yet
     for shape in measure._PRODUCTS:
         answer = GemmEvaluator(world, 16, cache=False).evaluate(shape)
         times = [answer.milliseconds * noise for noise in (0.9, 1.0, 1.5)]
         measurement._products.append(measure._Product(shape, answer.configuration, None, times))
-    assert measurement._with_product_factor(machine).product_factor == {1: 1.0, 16: pytest.approx(1.02**steps)}
+    found = measurement._with_factors(machine)
+    assert found.direct_factor == {1: 1.0, 16: pytest.approx(1.02**direct)}
+    assert found.unpack_factor == {1: 1.0, 16: pytest.approx(1.02**unpack)}
 
 
-def test_what_the_product_factor_multiplies():
+def test_what_the_factors_of_products_multiply():
+    machine = Machine.named("emr-16c")
+
+    def ratio(form: str, shape: GemmShape, threads: int = 16, rows: int = 256) -> float:
+        """Of what cells take with that form's factor at 1.25 to what they take with it at 1."""
+        slower = measure._with_factor(machine, 16, form, 1.25 * machine.figures(16)[f"{form}_factor"])
+        depth = 256 if shape.form == "unpack" else shape.k
+        c = Configuration(shape.form, rows, 256, rows, 256, depth, "columns")
+        one, other = (GemmEvaluator(m, threads, cache=False).estimate(shape, c) for m in (machine, slower))
+        assert sum(other.parts.values()) == pytest.approx(other.milliseconds)
+        return other.parts["arithmetic"] / one.parts["arithmetic"]
+
+    direct = GemmShape(groups=64, m=256, k=1024, n=1024, form="direct", output="fp32", packed=True, cached=True)
+    unpack = dataclasses.replace(direct, form="unpack")
+    assert ratio("direct", direct) == pytest.approx(1.25, rel=0.02) and ratio("unpack", direct) == 1
+    assert ratio("unpack", unpack) == pytest.approx(1.25, rel=0.02) and ratio("direct", unpack) == 1
+    # Calls that meet each weight once are the direct form's kind; one thread was measured alone.
+    once = dataclasses.replace(unpack, m=32)
+    assert ratio("direct", once, rows=32) > 1.05 and ratio("unpack", once, rows=32) == 1
+    assert ratio("direct", direct, threads=1) == 1
+
+
+def test_forms_for_few_rows_have_no_factor():
     machine = Machine.named("zen5-2c")
-    slower = dataclasses.replace(machine, product_factor={1: 1.0, 2: 1.25})
-
-    def both(shape: GemmShape, threads: int = 2) -> list[GemmEstimate]:
-        configuration = GemmEvaluator(machine, threads, cache=False).evaluate(shape).configuration
-        return [GemmEvaluator(m, threads, cache=False).estimate(shape, configuration) for m in (machine, slower)]
-
-    one, other = both(GemmShape(groups=64, m=256, k=1024, n=1024, form="direct", packed=True))
-    assert other.parts["arithmetic"] == pytest.approx(1.25 * one.parts["arithmetic"], rel=0.01)
-    assert 1.1 < other.milliseconds / one.milliseconds < 1.25
-    assert sum(other.parts.values()) == pytest.approx(other.milliseconds)
-    few, same = both(GemmShape(groups=64, m=4, k=1024, n=1024, form="direct"))
-    assert few == same
-    alone, too = both(GemmShape(m=256, k=1024, n=1024, form="direct"), 1)
-    assert alone == too
+    slower = measure._with_factor(measure._with_factor(machine, 2, "direct", 1.5), 2, "unpack", 1.5)
+    for form in ("direct", "unpack"):
+        shape = GemmShape(groups=64, m=4, k=1024, n=1024, form=form)
+        one, other = (GemmEvaluator(m, 2, cache=False).evaluate(shape) for m in (machine, slower))
+        assert one == other
 
 
 def test_the_better_of_two_figures():
@@ -409,7 +401,7 @@ def test_the_better_of_two_figures():
 
 def test_the_rate_of_weights_makes_the_model_say_what_was_measured():
     machine = Machine.named("emr-16c")  # few rows are decided by the memory there
-    rows = measure._stream_rows(machine.kernels[machine.isa].per_thread[1], machine.dram_gbps[1], True, 0)
+    rows = measure._stream_rows(machine.kernels[machine.isa].per_thread[1], 200.0, machine.dram_gbps[1], True, 0)
     assert rows["direct"] == rows["unpack"]  # no forms for few
     rows = rows["direct"]
     told = {count: measure._stream_gbps(machine, machine.isa, 1, "direct", count) for count in rows}
@@ -446,7 +438,7 @@ def test_the_forms_for_few_rows_have_rates_of_their_own():
         **{name: {2: most} for name in ("few_direct_gbps", "few_unpack_gbps", "direct_gbps", "unpack_gbps")},
     )
     machine = dataclasses.replace(machine, kernels={isa: kernels})
-    rows = measure._stream_rows(kernels.per_thread[1], machine.dram_gbps[1], False, kernels.most_few_rows)
+    rows = measure._stream_rows(kernels.per_thread[1], 50.0, machine.dram_gbps[1], False, kernels.most_few_rows)
     assert rows["unpack"] == measure._FEW_ROWS == rows["direct"][:3] and min(rows["direct"][3:]) >= 64
     assert all(count % 16 == 0 and count > kernels.most_few_rows for count in rows["direct"][3:])  # cells take them
     streams = {}

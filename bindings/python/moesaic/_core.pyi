@@ -371,7 +371,6 @@ class KernelRow(TypedDict):
     cell_ns: float
     again_ns: float
     call_ns: float
-    l2_tile_ns: float
     unpack_tile_ns: float
     unpack_overlaps: bool
     pack_gbps: float
@@ -423,9 +422,6 @@ gemm_parts: tuple[str, ...]
 gemm_model_version: int
 most_measured_rows: int
 
-def readers_of_quarter(threads: int) -> int:
-    """Threads that have read what `claim_few_ns` is of."""
-
 _Problem = tuple[Sequence[int], int, int, int, int, float, str, bool, bool]
 _Configuration = tuple[int, int, int, int, int, str]
 _Answer = tuple[_Configuration, float, list[float], int, int]
@@ -450,7 +446,8 @@ class GroupedGemm:
 
     def __init__(self, isa: str, shape: _Problem, far: FarWeights | None = None) -> None: ...
     def measure(self, configurations: Sequence[_Configuration], count: int) -> list[list[float]]:
-        """Milliseconds of `count` passes of each, which take turns."""
+        """Milliseconds of `count` passes of each, which take turns. Before each pass some thread, another one each
+        time, writes each part of all operands but the weights, as operators before do in a model."""
 
     def measure_passes(self, configuration: _Configuration, count: int) -> list[tuple[float, float]]:
         """Of each of `count` passes: milliseconds of packing, and of its tasks the longest over the mean."""

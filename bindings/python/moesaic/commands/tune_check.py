@@ -27,8 +27,8 @@ _BARS = {
     "analytic within 15%": ("analytic", 1.15, 1.0),
     "measured within 3%": ("measured", 1.03, 0.95),
 }
-_SCAN_ROUNDS, _FINAL_ROUNDS = 3, 15  # of every candidate; of the best of them
-_DUEL_ROUNDS, _DUEL_SECONDS = (15, 1001), 8.0  # at least and at most; for more than the least
+_SCAN_ROUNDS, _FINAL_ROUNDS = 9, 75  # of every candidate; of the best of them
+_DUEL_ROUNDS, _DUEL_SECONDS = 15, 8.0  # at least; for more than these
 _CERTAIN = 0.005  # half the width of a ratio's 95% interval, at which its duel ends
 
 
@@ -132,13 +132,10 @@ def _compare(timer: ShapeTimer, shape: GemmShape, ranked: Sequence[GemmEstimate]
 
 def _duel(timer: ShapeTimer, configurations: Sequence[Configuration]) -> list[list[float]]:
     """Rounds until all ratios to the first are certain enough, or the seconds are over."""
-    least, most = _DUEL_ROUNDS
     until = time.perf_counter() + _DUEL_SECONDS
-    times = timer.measure(configurations, least)
-    while len(times[0]) < most and time.perf_counter() < until:
-        if all(_ratio(row, times[0])[1] <= _CERTAIN for row in times):
-            break
-        for row, more in zip(times, timer.measure(configurations, least), strict=True):
+    times = timer.measure(configurations, _DUEL_ROUNDS)
+    while time.perf_counter() < until and any(_ratio(row, times[0])[1] > _CERTAIN for row in times):
+        for row, more in zip(times, timer.measure(configurations, _DUEL_ROUNDS), strict=True):
             row += more
     return times
 

@@ -17,12 +17,12 @@ from typing import Any
 
 from moesaic import _core
 
-SCHEMA = 9
+SCHEMA = 10
 ByThreads = Mapping[int, float]
 """A figure for some numbers of threads, all threads together; between them it is interpolated."""
 
 
-_NANOSECONDS = ("cell_ns", "again_ns", "call_ns", "l2_tile_ns", "unpack_tile_ns")
+_NANOSECONDS = ("cell_ns", "again_ns", "call_ns", "unpack_tile_ns")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,6 @@ class PerThread:
     cell_ns: float
     again_ns: float
     call_ns: float
-    l2_tile_ns: float
     unpack_tile_ns: float
     pack_gbps: float
     overlap: float
@@ -160,17 +159,16 @@ class Machine:
     uneven: ByThreads
     """Of so many equal tasks of a product, on all threads, the longest over the mean."""
     claim_ns: ByThreads
-    """To pack a tile of 1 KB that all threads have read, more than packing takes in any case; in products, on all
-    threads."""
-    claim_few_ns: ByThreads
-    """To pack one that a quarter of them have read, one at least."""
-    claim_one_ns: ByThreads
-    """To pack one that one thread has read."""
+    """To pack a tile of 1 KB from bf16, where other threads have written both, more than packing takes in a thread's
+    own caches and reading the rows from theirs; in products, on all threads."""
     fetch_ns: ByThreads
     """To read a tile that another thread has packed, more than one of a thread's own; and to read the rows that
     become one."""
-    product_factor: ByThreads
-    """What computing takes in a product of cells, over what its steps, L2 and L3 take by themselves."""
+    direct_factor: ByThreads
+    """What computing takes in a product of cells in the direct form, over what its steps, L2 and L3 take by
+    themselves."""
+    unpack_factor: ByThreads
+    """The same in the unpack form, and of unpacking, too."""
     kernels: Mapping[str, Kernels]
 
     @property
@@ -331,21 +329,18 @@ class Machine:
             "task_us": at_threads(self.task_us, threads),
             "uneven": [at_threads(self.uneven, n) for n in range(1, threads + 1)],
             "claim_ns": at_threads(self.claim_ns, threads),
-            "claim_few_ns": at_threads(self.claim_few_ns, threads),
-            "claim_one_ns": at_threads(self.claim_one_ns, threads),
             "fetch_ns": at_threads(self.fetch_ns, threads),
-            "product_factor": at_threads(self.product_factor, threads),
+            "direct_factor": at_threads(self.direct_factor, threads),
+            "unpack_factor": at_threads(self.unpack_factor, threads),
             "left_panels": kernels.left_panels,
             "right_panels": kernels.right_panels,
             "most_few_rows": kernels.most_few_rows,
             "most_stored_rows": kernels.most_stored_rows,
             "step_ns": [(*row, 0.0, 0.0, 0.0)[:3] for row in (*per_thread.step_ns, (), ())[:2]],
-            "step_alone": min(kernels.per_thread[1].step_ns[-1][-1] / per_thread.step_ns[-1][-1], 1.0),
             "few_tile_ns": per_thread.few_tile_ns,
             "cell_ns": per_thread.cell_ns,
             "again_ns": per_thread.again_ns,
             "call_ns": per_thread.call_ns,
-            "l2_tile_ns": per_thread.l2_tile_ns,
             "unpack_tile_ns": per_thread.unpack_tile_ns,
             "unpack_overlaps": kernels.unpack_overlaps,
             "overlap": per_thread.overlap,
@@ -432,14 +427,14 @@ def _read(document: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
             raise ValueError(f"{where}: {name} is {value!r}, expected {expected}")
         return value
     if kind == "float":
-        return _number(value, name, where, zero=name in ("cell_ns", "again_ns", "call_ns", "l2_tile_ns"))
+        return _number(value, name, where, zero=name in ("cell_ns", "again_ns", "call_ns"))
     if not isinstance(value, dict) or not value:
         raise ValueError(f"{where}: {name} is {value!r}, expected an object of figures by threads")
     figures = {}
     for key, figure in value.items():
         if not key.isdecimal() or int(key) < 1:
             raise ValueError(f"{where}: {name}.{key}: expected numbers of threads as keys")
-        zero = name in ("task_us", "claim_ns", "claim_few_ns", "claim_one_ns", "fetch_ns")
+        zero = name in ("task_us", "claim_ns", "fetch_ns")
         figures[int(key)] = _number(figure, f"{name}.{key}", where, zero=zero)
     return dict(sorted(figures.items()))
 

@@ -16,7 +16,7 @@ import operator
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from moesaic import _core
@@ -31,6 +31,10 @@ _SECONDS = 0.003
 """Of one try; where weights come from memory four times as long."""
 _KERNEL_TURNS = 32
 _OVERLAPS = (1.0, 1.5, 2.0, 3.0)
+_UNIT_UNPACKS = 1.2
+"""How well memory overlaps with what the unpack form computes on a matrix unit. Streams on all threads do not tell, for
+unpacking takes more by itself, on all of them, than in the form. (16 AMX threads: streams say 1, 1.5 or 2; of the kinds
+of 244 products 90% of the choices are within 5% of the fastest with 1.15 and 1.25, 87% with 1.5 and 86% with 2.)"""
 _FEW_OVERLAPS = (2.5, 4.0, 6.0)
 _CACHE_OVER_MEMORY = 1.2
 """How much faster L3 must be for its size to show."""
@@ -71,12 +75,13 @@ _PRODUCTS = tuple(
         ("unpack", 16, 48, 1280, 768, "fp32"),
     )
 )
-"""Products that say what a whole one takes (`product_factor`): many, for a single one is a tenth off, or a fifth."""
+"""Products that say what whole ones take, `direct_factor` and `unpack_factor`: many, for a single one is a tenth off,
+or a fifth."""
 _IN_TASKS = (("direct", 512, "fp32"), ("direct", 1280, "bf16"), ("unpack", 896, "bf16"))
 """Form, K and input of products in equal tasks, which say how uneven threads are and what packing takes where others
 have read what lay there before: by themselves both come out different than in products."""
-_FACTOR_STEPS = range(-20, 31)
-"""Of 2%, in which `product_factor` is searched."""
+_FACTOR_STEPS = range(-35, 31)
+"""Of 2%, in which these are searched."""
 _PRODUCT_RUNS, _PRODUCT_SECONDS = 3, 0.01
 """Of each in a turn, at least, after some until its operands are where they stay."""
 
@@ -212,7 +217,7 @@ class _Product:
 
 def _products(machine: Machine, far: _core.FarWeights) -> list[_Product]:
     """Those of `_PRODUCTS` that take longer where computing does: none that the forms for few rows compute."""
-    slower = dataclasses.replace(machine, product_factor={1: 2.0})
+    slower = dataclasses.replace(machine, direct_factor={1: 2.0}, unpack_factor={1: 2.0})
     evaluator = GemmEvaluator(machine, cache=False)
     found = []
     for shape in _PRODUCTS:
@@ -240,7 +245,7 @@ class _EqualTasks:
         """What a tile takes, where others have read what lay there before, beside what packing takes in any case."""
 
         def packing_ms(shape: GemmShape, ns: float) -> float:
-            some = _claiming(machine, threads, (ns, ns, ns))
+            some = _claiming(machine, threads, ns)
             return GemmEvaluator(some, cache=False).estimate(shape, self.configuration).parts["packing"]
 
         other = packing_ms(dataclasses.replace(self.shape, packed=True), 0.0)  # part of the tasks
@@ -257,7 +262,7 @@ def _in_tasks(tasks: int, form: str, k: int, given: str) -> GemmShape:
 
 
 def _cut(shape: GemmShape, form: str, tasks: int, readers: int) -> Configuration:
-    """About so many equal tasks, of which `readers` read the same activations."""
+    """So many equal tasks, of which `readers`, all or one, read the same activations."""
     rows, columns = (
         math.ceil(size / parts / unit) * unit
         for size, parts, unit in ((shape.m, tasks // readers, 16), (shape.n, readers, 128))
@@ -265,14 +270,13 @@ def _cut(shape: GemmShape, form: str, tasks: int, readers: int) -> Configuration
     return Configuration(form, rows, columns, rows, columns, shape.k, "columns")
 
 
-def _equal_tasks(isa: str, tasks: int, readers: Sequence[int], far: _core.FarWeights) -> list[list[_EqualTasks]]:
+def _equal_tasks(isa: str, tasks: int, readers: Sequence[int], far: _core.FarWeights) -> list[_EqualTasks]:
     """Those of `_IN_TASKS`, for each number of readers."""
-    found: list[list[_EqualTasks]] = [[] for _ in readers]
+    found = []
     for form, k, given in _IN_TASKS:
         shape = _in_tasks(tasks, form, k, given)
         gemm = _core.GroupedGemm(isa, problem_of(shape, form), far)
-        for some, n in zip(found, readers, strict=True):
-            some.append(_EqualTasks(shape, _cut(shape, form, tasks, n), gemm))
+        found += [_EqualTasks(shape, _cut(shape, form, tasks, n), gemm) for n in readers]
     return found
 
 
@@ -297,8 +301,8 @@ class Measurement:
         # Rows with which the kernels are tried on weights from memory; between one and all threads only those that
         # the memory bounds.
         self._products: list[_Product] = []
-        # In as many tasks as threads, of which all, a quarter or one read the same activations; in fewer tasks.
-        self._shared: list[list[_EqualTasks]] = []
+        # In as many tasks as threads, all of which, or none but one, read the same activations; in fewer tasks.
+        self._shared: list[_EqualTasks] = []
         self._fewer: dict[int, list[_EqualTasks]] = {}
         self._far: _core.FarWeights | None = None
         self._rows: dict[str, _StreamRows] = {}
@@ -318,7 +322,7 @@ class Measurement:
         self._together = {tier: self._probes[everyone].kernels(tier) for tier in host.tiers} if everyone > 1 else {}
 
     def _all_tasks(self) -> Iterator[_EqualTasks]:
-        return itertools.chain(*self._shared, *self._fewer.values())
+        return itertools.chain(self._shared, *self._fewer.values())
 
     def rounds(self, count: int) -> None:
         """So many more rounds."""
@@ -326,10 +330,9 @@ class Measurement:
         if not self._rows:
             if host.threads > 1:
                 self._far = far = far_weights()
-                readers = (host.threads, _core.readers_of_quarter(host.threads), 1)
-                self._shared = _equal_tasks(host.isa, host.threads, readers, far)
+                self._shared = _equal_tasks(host.isa, host.threads, (host.threads, 1), far)
                 fewer = [n for n in self._probes if 1 < n < host.threads]
-                self._fewer = {n: _equal_tasks(host.isa, n, (n,), far)[0] for n in fewer}
+                self._fewer = {n: _equal_tasks(host.isa, n, (n,), far) for n in fewer}
             rows = self._first_rows()
             self._fewest = {host.isa: {form: _fewest(counts) for form, counts in rows[host.isa].items()}}
             self._rows = rows
@@ -357,7 +360,8 @@ class Measurement:
         for tier, kernels in host.kernels.items():
             row = kernels.figures(_product_ns(found.rate(found.gflops[tier])))
             each = _per_thread(row)
-            rows[tier] = _stream_rows(each, found.caches()[3], row["unpack_overlaps"], row["most_few_rows"])
+            l2, dram = found.caches()[1], found.caches()[3]
+            rows[tier] = _stream_rows(each, l2, dram, row["unpack_overlaps"], row["most_few_rows"])
         return rows
 
     def machine(self) -> Machine:
@@ -418,10 +422,9 @@ class Measurement:
             job_us=by_threads(lambda rates: rates.time([job for job, _ in rates.dispatch_us])),
             task_us=by_threads(lambda rates: rates.time([task for _, task in rates.dispatch_us])),
             uneven=self._uneven(),
-            product_factor={1: 1.0},
+            direct_factor={1: 1.0},
+            unpack_factor={1: 1.0},
             claim_ns={1: 0.0},
-            claim_few_ns={1: 0.0},
-            claim_one_ns={1: 0.0},
             fetch_ns=by_threads(lambda rates: statistics.median(rates.fetch_ns)),
             kernels=kernels,
         )
@@ -429,40 +432,47 @@ class Measurement:
         for tier in host.tiers:
             machine = _with_supply(machine, tier, streams)
         if host.threads > 1:
-            claims = [statistics.median(one.claim_ns(machine, host.threads) for one in some) for some in self._shared]
-            machine = _claiming(machine, host.threads, claims)
-        return self._with_product_factor(machine)
+            claims = [one.claim_ns(machine, host.threads) for one in self._shared]
+            machine = _claiming(machine, host.threads, statistics.median(claims))
+        return self._with_factors(machine)
 
     def _uneven(self) -> dict[int, float]:
         """Of so many equal tasks the longest over the mean."""
         found = {1: 1.0}
         if self._host.threads > 1:
-            # Not those that a quarter of the threads read, which are equal where threads divide by it.
-            exact = [*self._shared[0], *self._shared[-1]]
-            for n, some in {**self._fewer, self._host.threads: exact}.items():
+            for n, some in {**self._fewer, self._host.threads: self._shared}.items():
                 found[n] = statistics.median(uneven for one in some for _, uneven in one.passes)
         return found
 
-    def _with_product_factor(self, machine: Machine) -> Machine:
-        """The machine with the factor with which the model says best what the products took."""
-        measured = [(one, statistics.median(one.milliseconds)) for one in self._products if one.milliseconds]
-        everyone = self._host.threads
-        if not measured:
-            return machine
-
-        def fitted(factor: float) -> tuple[Machine, float]:
-            some = dataclasses.replace(machine, product_factor={1: 1.0, everyone: factor})
-            estimate = GemmEvaluator(some, cache=False).estimate
-            errors = (estimate(one.shape, one.configuration).milliseconds / ms for one, ms in measured)
-            return some, sum(abs(math.log(error)) for error in errors)
-
-        return min(map(fitted, (1.02**step for step in _FACTOR_STEPS)), key=operator.itemgetter(1))[0]
+    def _with_factors(self, machine: Machine) -> Machine:
+        """The machine with the factor of each form with which the model says best what its products took."""
+        for form in ("direct", "unpack"):
+            measured = [
+                (one, statistics.median(one.milliseconds))
+                for one in self._products
+                if one.milliseconds and one.configuration.form == form
+            ]
+            if measured:
+                tried = (_with_factor(machine, self._host.threads, form, 1.02**step) for step in _FACTOR_STEPS)
+                machine = min(tried, key=lambda some: _error(some, measured))
+        return machine
 
 
-def _claiming(machine: Machine, threads: int, claims: Sequence[float]) -> Machine:
-    """The machine with what it takes on so many threads to pack a tile that all, a quarter, one of them have read."""
-    every, few, one = ({1: 0.0, threads: ns} for ns in claims)
-    return dataclasses.replace(machine, claim_ns=every, claim_few_ns=few, claim_one_ns=one)
+def _with_factor(machine: Machine, threads: int, form: str, factor: float) -> Machine:
+    """The machine with what computing in products of a form takes on so many threads, over what its parts take."""
+    figures: dict[str, Any] = {f"{form}_factor": {1: 1.0, threads: factor}}
+    return dataclasses.replace(machine, **figures)
+
+
+def _error(machine: Machine, measured: Iterable[tuple[_Product, float]]) -> float:
+    """How far the model is off what products took, in all."""
+    estimate = GemmEvaluator(machine, cache=False).estimate
+    return sum(abs(math.log(estimate(one.shape, one.configuration).milliseconds / ms)) for one, ms in measured)
+
+
+def _claiming(machine: Machine, threads: int, ns: float) -> Machine:
+    """The machine with what it takes on so many threads to pack a tile where others have read the one before."""
+    return dataclasses.replace(machine, claim_ns={1: 0.0, threads: ns})
 
 
 def _of_turns(rates: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -483,7 +493,6 @@ def _per_thread(row: _core.KernelRow) -> PerThread:
         cell_ns=row["cell_ns"],
         again_ns=row["again_ns"],
         call_ns=row["call_ns"],
-        l2_tile_ns=row["l2_tile_ns"],
         unpack_tile_ns=row["unpack_tile_ns"],
         pack_gbps=row["pack_gbps"],
         overlap=_OVERLAPS[-1],
@@ -516,7 +525,8 @@ def _with_supply(machine: Machine, tier: str, measured: Mapping[int, _Streams]) 
             best = {rows: gbps for rows, (gbps, _) in others.items()}
             if (form == "direct" or apart) and n in machine.kernels[tier].per_thread:
                 names = ("overlap", "unpack_overlap") if form == "direct" else ("unpack_overlap",)
-                tried = (_overlapping(machine, tier, n, names, p) for p in _OVERLAPS)
+                overlaps = _OVERLAPS if form == "direct" or n == 1 else (_UNIT_UNPACKS,)
+                tried = (_overlapping(machine, tier, n, names, p) for p in overlaps)
                 rated = (_with_rate(one, tier, n, f"{form}_gbps", best) for one in tried)
                 machine = min(rated, key=operator.itemgetter(1))[0]
             least = min(others)
@@ -576,14 +586,14 @@ def _with_rate(
     return min((fitted(1.02**-step) for step in range(-_MOST_STEPS_FASTER, 100)), key=lambda some: some[1])
 
 
-def _stream_rows(kernels: PerThread, dram_gbps: float, matrix_unit: bool, most_few: int) -> _StreamRows:
+def _stream_rows(kernels: PerThread, l2_gbps: float, dram_gbps: float, matrix_unit: bool, most_few: int) -> _StreamRows:
     """Rows with which the kernels are tried on weights from memory, by form: some of the forms for few, if there are
     any, which are all that the unpack form needs; the fewest beyond them that cells take; so many that products take
     about as long as the memory; twice as many. A matrix unit's wait for activations from L2, and for what is unpacked:
     half as many, too."""
     few = _FEW_ROWS if kernels.few_tile_ns[0] else ()
     least = max(most_few + 16, _FEWEST_OF_CELLS) if few else 16
-    product_ns = (kernels.step_ns[-1][0] + (kernels.l2_tile_ns if matrix_unit else 0.0)) / len(kernels.step_ns)
+    product_ns = (kernels.step_ns[-1][0] + (1024 / l2_gbps if matrix_unit else 0.0)) / len(kernels.step_ns)
     balanced = min(max(16 * round(1024 / dram_gbps / product_ns), least + 16), 192)
     half = 16 * round(balanced / 32)
     more = (least, *([half] if matrix_unit and half > 2 * least else []), balanced, 2 * balanced)

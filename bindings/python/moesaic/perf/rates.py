@@ -115,10 +115,9 @@ class LayerRates:
         figures = machine.figures(threads)
         pack = 2.0 / figures["pack_gbps"]
         memory = threads / figures["gbps"][3]  # ns of a thread for a byte, while all of them read
-        products = at_threads(machine.product_factor, threads)  # what of it the evaluator's answers hold already
         return LayerRates(
-            direct=1.35 / products,
-            unpack=1.6 / products,
+            direct=1.35 / figures["direct_factor"],  # what of it the evaluator's answers hold already
+            unpack=1.6 / figures["unpack_factor"],
             direct_stream=1.15,
             unpack_stream=1.5,
             cache=1.0,
@@ -142,9 +141,9 @@ class LayerRates:
             sweep_row=2.0 * pack,
             partial=2.0 * pack,
             # No less than a nanosecond, for a fit multiplies these. A job's tiles are claimed by one thread at a time,
-            # and not by all at once as in a product: in less than half of the time (16 AMX threads).
+            # and not by all at once as in a product: in about half of the time (16 AMX threads).
             handed=max(at_threads(machine.fetch_ns, threads), 1.0),
-            claimed=max(at_threads(machine.claim_few_ns, threads) * 0.4, 1.0),
+            claimed=max(at_threads(machine.claim_ns, threads) * 0.5, 1.0),
             slot=15.0,
             task=figures["task_us"],
             call=figures["job_us"] + 20.0,

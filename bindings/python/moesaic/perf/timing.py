@@ -20,17 +20,14 @@ FINALISTS = 16
 """Candidates that the measured mode runs."""
 _FAR = 1.3
 """Times the least prediction: what is predicted slower is not run."""
-_SECONDS = 3.0
-"""In which the fastest of them is found."""
-_SETTLING_PASSES, _TIMED_PASSES, _TURN_MS = 8, 4, 4.0
-"""In a configuration's turn: so many passes untimed, then so many timed; fewer, but one of each, where these take as
-many milliseconds."""
+_SECONDS, _LAST_SECONDS = 2.25, 2.0
+"""In which all but two of them stay behind; and in which these run on."""
 _LEAST_SECONDS = 0.3
 """Of runs that stand for a shape: others disturb a host for some milliseconds that no sentinel notices."""
 TURNS = 12
 """In which those are made of all shapes: others disturb it for seconds, too."""
-UNTIMED = 4
-"""Runs until operands are where they stay: the second after other shapes takes 8% longer, the fifth 2%."""
+UNTIMED = 1
+"""Runs until code and page tables are where they stay."""
 
 
 def require_this_host(machine: Machine, isa: str, threads: int) -> None:
@@ -73,29 +70,24 @@ class ShapeTimer:
 
     def measure(self, configurations: Sequence[Configuration], count: int) -> list[list[float]]:
         """Milliseconds of each configuration in `count` rounds, in each of which all take their turn, in another order
-        each time: what others do to the host meets all of them. A turn's time is the median of its timed passes.
-
-        These come behind untimed ones of the same configuration: packing pays for the threads that have read what the
-        pass before packed, and configurations would pay for each other; and threads find what they wrote in their own
-        caches only once they come to the same tasks in each pass. (AMX, 16 threads, 448 x 1,920 x 640, tasks of 32
-        rows, the first, second, third, fifth, ninth pass and later ones: 458, 487, 363, 336, 305 and 300 us.)"""
+        each time: what others do to the host meets all of them."""
         times: list[list[float]] = [[] for _ in configurations]
         order = list(range(len(configurations)))
         for _ in range(count):
             self._random.shuffle(order)
             for i in order:
-                self._turn(configurations[i], _SETTLING_PASSES)
-                times[i].append(statistics.median(self._turn(configurations[i], _TIMED_PASSES)))
+                times[i] += self.passes(configurations[i], 1)
         return times
 
-    def _turn(self, configuration: Configuration, most: int) -> list[float]:
-        found: list[float] = []
-        while len(found) < most and sum(found) < _TURN_MS:
-            found += self.passes(configuration, 1)
-        return found
-
     def passes(self, configuration: Configuration, count: int) -> list[float]:
-        """Milliseconds of so many passes of one configuration, one after the other."""
+        """Milliseconds of so many passes of one configuration, one after the other, each with weights from memory (if
+        they are `far`), and with inputs and results where operators before leave them, in other threads' caches.
+
+        Those would make passes depend on the ones before: in a row of them, packing pays for the threads that have read
+        what the pass before packed, more or less as it happens (0.5 or 1.6 us a tile), and threads find what they wrote
+        in their own caches once they come to the same tasks in each pass, which takes some. (AMX, 16 threads, 448 x
+        1,920 x 640, tasks of 32 rows, the first, second, third, fifth, ninth pass and later ones: 458, 487, 363, 336,
+        305 and 300 us.) In a model what lies there by then are other operators' data."""
         form = configuration.form
         if form not in self._forms:
             self._forms[form] = _core.GroupedGemm(self.isa, problem_of(self._shape, form), self._far)
@@ -158,15 +150,16 @@ def finalists(ranked: Sequence[GemmEstimate], count: int = FINALISTS) -> list[Ge
 
 
 def fastest(timer: ShapeTimer, ranked: Sequence[GemmEstimate]) -> tuple[GemmEstimate, float]:
-    """The finalist that runs fastest and its median in milliseconds, in about three seconds, more where a pass takes
+    """The finalist that runs fastest and its median in milliseconds, in about four seconds, more where a pass takes
     tens of milliseconds: rounds in which all take their turn; the slower half stays behind, again and again, but for
-    the first of `ranked`. Of several equally fast ones some look faster than they are, so the last two run anew."""
+    the first of `ranked`. The last two run as long as all before, for what others do to a host lasts for seconds, and
+    what they took before counts as well."""
     left, first = finalists(ranked), ranked[0]
     timer.measure([answer.configuration for answer in left], 1)  # first touch of results and scratch memory
-    seconds = _SECONDS / max(1, math.ceil(math.log2(len(left))))
+    seconds = _SECONDS / max(1, math.ceil(math.log2(len(left))) - 1)
     times: list[list[float]] = [[] for _ in left]
     while True:
-        until = time.perf_counter() + seconds
+        until = time.perf_counter() + (seconds if len(left) > 2 else _LAST_SECONDS)
         while not times[0] or time.perf_counter() < until:
             for row, more in zip(times, timer.measure([answer.configuration for answer in left], 1), strict=True):
                 row += more
@@ -176,4 +169,4 @@ def fastest(timer: ShapeTimer, ranked: Sequence[GemmEstimate]) -> tuple[GemmEsti
             return left[kept[0]], statistics.median(times[kept[0]])
         if all(left[i] is not first for i in kept):
             kept[-1] = next(i for i, answer in enumerate(left) if answer is first)
-        left, times = [left[i] for i in kept], [times[i] if len(kept) > 2 else [] for i in kept]
+        left, times = [left[i] for i in kept], [times[i] for i in kept]
