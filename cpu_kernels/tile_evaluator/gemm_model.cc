@@ -634,11 +634,12 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   const auto whole_few = [&](const GroupRows& group) {
     return problem.form == GemmForm::kDirect && IsFew(problem, group.rows, machine);
   };
-  double all_tasks = 0;
+  double all_tasks = 0, largest_task = 0;
   for (const GroupRows& group : problem.groups) {
-    all_tasks +=
-        static_cast<double>(group.groups * CeilDiv(group.rows, TaskRows(group.rows, configuration, whole_few(group)))) *
-        column_tasks;
+    const std::int64_t rows = TaskRows(group.rows, configuration, whole_few(group));
+    all_tasks += static_cast<double>(group.groups * CeilDiv(group.rows, rows)) * column_tasks;
+    largest_task =
+        std::max(largest_task, Product(std::min(rows, group.rows), std::min(configuration.task_columns, problem.n), 1));
   }
   const double last_round = all_tasks - (std::ceil(all_tasks / threads) - 1) * threads;
   // Kernels were measured by the rate of all threads. Where each has one task, the mean time is that of threads, which is
@@ -646,7 +647,8 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   // quarter to a third, tasks against what was predicted: 5 to 16 of the direct form 6% slower than more than 48, 2 and 3
   // rounds 1 to 3%.)
   const double spread = machine.uneven[static_cast<std::size_t>(machine.threads) - 1] - 1;
-  const double slower = 1 + spread * spread * std::min(1.0, threads / all_tasks);
+  const double like_it = all_rows * static_cast<double>(problem.n) / std::max(largest_task, 1.0);  // tasks like the largest
+  const double slower = 1 + spread * spread * std::min(1.0, threads / std::max(like_it, 1.0));
   GemmEstimate estimate;
   double work = 0, tasks = 0, longest = 0;
   Tasks whole, rest;  // by their columns
@@ -715,7 +717,7 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
     // What the slowest thread's task takes longer.
     const double slowest = machine.uneven[static_cast<std::size_t>(std::min(tasks, threads)) - 1] - 1,
                  delay = slowest * longest;
-    const double waited = 0.5 * work / tasks * (threads - 1) / threads;
+    const double waited = 0.5 * work / (problem.groups.size() == 1 ? like_it : tasks) * (threads - 1) / threads;
     const double rounds = Rounds(whole, rest, threads);
     // Threads that are not equally fast take more or fewer of several tasks each: their rounds fill up as well. (AMX, 16
     // threads, `uneven` 1.4 to 1.5; of 18, 21, 24, 28, 32, 36, 40, 48, 56, 112 and 140 equal tasks the last thread ends 0.42,

@@ -46,8 +46,8 @@ class GroupedGemm {
   void Run(const GemmConfiguration& configuration);
 
   /// Milliseconds of `count` passes of each configuration, which take turns. Before each pass, as operators before do in a
-  /// model, some thread writes each part of inputs and results, another one each time: no pass finds what the one before left
-  /// in its own threads' caches.
+  /// model, some thread writes each part of inputs, tiles and results, another one each time: no pass finds what the one before
+  /// left in its own threads' caches.
   std::vector<std::vector<double>> Measure(std::span<const GemmConfiguration> configurations, int count);
   /// What packing took in a pass, nothing if problem.packed, and how unequal its tasks were.
   struct Pass {

@@ -69,7 +69,7 @@ def test_half_of_a_mean_task_is_waited_for_where_threads_are_unlike():
     whole, more = (
         _milliseconds(machine, dataclasses.replace(shape, m=rows), 16, *configuration) for rows in (4032, 4048)
     )
-    assert more == pytest.approx(whole, rel=0.05)
+    assert whole < more < 1.05 * whole
 
 
 def test_what_the_slowest_and_the_last_task_take_longer():

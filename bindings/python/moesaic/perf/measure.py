@@ -33,8 +33,8 @@ _KERNEL_TURNS = 32
 _OVERLAPS = (1.0, 1.5, 2.0, 3.0)
 _UNIT_UNPACKS = 1.2
 """How well memory overlaps with what the unpack form computes on a matrix unit. Streams on all threads do not tell, for
-unpacking takes more by itself, on all of them, than in the form. (16 AMX threads: streams say 1, 1.5 or 2; of the kinds
-of 244 products 90% of the choices are within 5% of the fastest with 1.15 and 1.25, 87% with 1.5 and 86% with 2.)"""
+unpacking takes more by itself, on all of them, than in the form. (16 AMX threads: streams say 1, 1.5 or 2; in five runs
+of 12 to 80 products 90% of the choices are within 5% of the best with 1.15 and 1.25, 88% with 1.5 and 87% with 2.)"""
 _FEW_OVERLAPS = (2.5, 4.0, 6.0)
 _CACHE_OVER_MEMORY = 1.2
 """How much faster L3 must be for its size to show."""
@@ -471,7 +471,7 @@ def _error(machine: Machine, measured: Iterable[tuple[_Product, float]]) -> floa
 
 
 def _claiming(machine: Machine, threads: int, ns: float) -> Machine:
-    """The machine with what it takes on so many threads to pack a tile where others have read the one before."""
+    """The machine with what packing a tile takes on so many threads, where others have written it and its rows."""
     return dataclasses.replace(machine, claim_ns={1: 0.0, threads: ns})
 
 

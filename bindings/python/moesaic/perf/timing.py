@@ -81,7 +81,7 @@ class ShapeTimer:
 
     def passes(self, configuration: Configuration, count: int) -> list[float]:
         """Milliseconds of so many passes of one configuration, one after the other, each with weights from memory (if
-        they are `far`), and with inputs and results where operators before leave them, in other threads' caches.
+        they are `far`), and with inputs, tiles and results where operators before leave them, in other threads' caches.
 
         Those would make passes depend on the ones before: in a row of them, packing pays for the threads that have read
         what the pass before packed, more or less as it happens (0.5 or 1.6 us a tile), and threads find what they wrote
