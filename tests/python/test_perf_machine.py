@@ -404,11 +404,11 @@ def test_the_rate_of_weights_makes_the_model_say_what_was_measured():
     rows = measure._stream_rows(machine.kernels[machine.isa].per_thread[1], 200.0, machine.dram_gbps[1], True, 0)
     assert rows["direct"] == rows["unpack"]  # no forms for few
     rows = rows["direct"]
-    told = {count: measure._stream_gbps(machine, machine.isa, 1, "direct", count) for count in rows}
+    told = measure._stream_gbps(machine, machine.isa, 1, "direct", rows)
     slower = {count: 0.7 * told[count] for count in rows[:1]}
     fitted, _ = measure._with_rate(machine, machine.isa, 1, "direct_gbps", slower)
-    assert measure._stream_gbps(fitted, machine.isa, 1, "direct", rows[0]) == pytest.approx(slower[rows[0]], rel=0.1)
-    unpack_gbps = 0.8 * measure._stream_gbps(machine, machine.isa, 1, "unpack", rows[0])
+    assert measure._stream_gbps(fitted, machine.isa, 1, "direct", slower) == pytest.approx(slower, rel=0.1)
+    unpack_gbps = 0.8 * measure._stream_gbps(machine, machine.isa, 1, "unpack", rows)[rows[0]]
     unpacked = {(machine.isa, "unpack", rows[0]): (unpack_gbps, unpack_gbps)}
     direct = {(machine.isa, "direct", count): (gbps, gbps) for count, gbps in told.items()}
     again = measure._with_supply(machine, machine.isa, {1: direct | unpacked}).kernels[machine.isa]
@@ -425,7 +425,7 @@ def test_the_rate_of_weights_makes_the_model_say_what_was_measured():
     # Where products take nearly all of the time, nothing is told about the memory: it is the memory's own rate.
     portable = Machine.named("zen5-2c")
     isa = portable.isa
-    many = {384: 0.95 * measure._stream_gbps(portable, isa, 1, "direct", 384)}
+    many = {384: 0.95 * measure._stream_gbps(portable, isa, 1, "direct", [384])[384]}
     hardly, _ = measure._with_rate(portable, isa, 1, "direct_gbps", many)
     assert hardly.kernels[isa].direct_gbps[1] == pytest.approx(portable.dram_gbps[1], rel=0.1)
 
@@ -443,9 +443,9 @@ def test_the_forms_for_few_rows_have_rates_of_their_own():
     assert all(count % 16 == 0 and count > kernels.most_few_rows for count in rows["direct"][3:])  # cells take them
     streams = {}
     for form, share in (("direct", 0.9), ("unpack", 0.8)):
-        for count in rows[form]:
-            gbps = measure._stream_gbps(machine, isa, 2, form, count) * (share if count in measure._FEW_ROWS else 1.0)
-            streams[isa, form, count] = (gbps, gbps)
+        for count, gbps in measure._stream_gbps(machine, isa, 2, form, rows[form]).items():
+            usual = gbps * (share if count in measure._FEW_ROWS else 1.0)
+            streams[isa, form, count] = (usual, usual)
     found = measure._with_supply(machine, isa, {2: streams}).kernels[isa]
     assert found.direct_gbps[2] == pytest.approx(most, rel=0.05)
     assert 0.85 * most < found.few_direct_gbps[2] < 0.97 * most
@@ -465,8 +465,7 @@ def test_how_well_the_forms_for_few_rows_overlap_is_found(overlap):
     told = dataclasses.replace(machine, kernels={isa: known}, dram_gbps=memory)
     streams = {}
     for form in ("direct", "unpack"):
-        for rows in measure._FEW_ROWS:
-            gbps = measure._stream_gbps(told, isa, 2, form, rows)
+        for rows, gbps in measure._stream_gbps(told, isa, 2, form, measure._FEW_ROWS).items():
             streams[isa, form, rows] = (1.2 * gbps, gbps)  # what whole tries took counts
     plain = dataclasses.replace(machine, dram_gbps=memory)
     found = measure._with_supply(plain, isa, {2: streams}).kernels[isa]

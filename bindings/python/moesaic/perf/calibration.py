@@ -74,6 +74,8 @@ _IN_CACHE = (
     # As many jobs as keep all cores of a large host busy, each with its own.
     LayerCase(ExpertsShape(40, 640, 288, 4, 16), 1400),
     LayerCase(ExpertsShape(48, 576, 384, 4, 0), 3600),
+    # Much of whose products is their results.
+    LayerCase(ExpertsShape(24, 1536, 192, 4, 0), 900),
 )
 
 

@@ -327,6 +327,8 @@ class _JobStages:
         work = {form: ms.compute, f"{form}_stream": ms.stream, "cache": ms.cache, "handed": self._others * tiles}
         if self._job.first:
             work["cache_filled"] = ms.cache * self._products.filled
+        if form == "unpack":
+            work["result"] = self._job.rows * n
         return work
 
     def _claimed(self, size: int) -> float:

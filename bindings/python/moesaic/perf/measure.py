@@ -25,11 +25,16 @@ from moesaic.perf.machine import Kernels, Machine, PerThread, at_threads
 from moesaic.perf.shapes import GemmShape
 from moesaic.perf.timing import UNTIMED, ShapeTimer, far_bytes, far_weights
 
-ROUNDS = 12
+ROUNDS = 4
 """In which everything takes its turn."""
 _SECONDS = 0.003
-"""Of one try; where weights come from memory four times as long."""
-_KERNEL_TURNS = 32
+"""Of one try."""
+_STREAM_SECONDS, _OTHER_STREAM_SECONDS = 0.012, 0.004
+"""Where weights come from memory: with the kernels of the host's own tier, and with those of the others."""
+_KERNEL_TURNS, _OTHER_KERNEL_TURNS = 32, 8
+"""In a round, on one thread."""
+_TOGETHER_TURNS = 3
+"""In a round, on all threads, of the host's own tier."""
 _OVERLAPS = (1.0, 1.5, 2.0, 3.0)
 _UNIT_UNPACKS = 1.2
 """How well memory overlaps with what the unpack form computes on a matrix unit. Streams on all threads do not tell, for
@@ -42,8 +47,11 @@ _STREAM_K, _STREAM_N = 2048, 512
 """Of the matrices of `MachineProbe.stream`."""
 _FEW_ROWS = (1, 4, 8)
 """With which the forms for few rows are tried on weights from memory."""
-_MOST_STEPS_FASTER = 15
-"""Of 2%, by which kernels may take weights faster than the memory is read. (16 AMX threads: 200 to 210 GB/s of 180.)"""
+_RATE_STEPS = range(-15, 100)
+"""Of 2%, by which the rate of weights may be below that of the memory, or above. (16 AMX threads: 200 to 210 GB/s of
+180.)"""
+_COARSE = 8
+"""Of these steps between two that are tried first."""
 _FEWEST_OF_CELLS = 64
 """Rows that the direct form leaves to cells wherever there are forms for few, at least (`AreStoredRows` in
 cpu_kernels/gemm/tiles.h)."""
@@ -151,7 +159,7 @@ class _Host:
     def one_thread(self) -> None:
         """A turn of what only one thread does."""
         for tier, probe in self.kernels.items():
-            for _ in range(_KERNEL_TURNS):
+            for _ in range(_KERNEL_TURNS if tier == self.isa else _OTHER_KERNEL_TURNS):
                 probe.turn()
             self.sentinel_ns[tier] = min(self.sentinel_ns[tier], _core.measure_cell(tier))
         self.latency_ns = [
@@ -168,9 +176,10 @@ class _Host:
         found.dispatch_us.append(probe.dispatch())
         found.fetch_ns.append(probe.fetch(self.isa) if threads > 1 else 0.0)
         for tier, forms in rows.items():
+            seconds = _STREAM_SECONDS if tier == self.isa else _OTHER_STREAM_SECONDS
             for form, counts in forms.items():
                 for count in counts:
-                    of_weights = probe.stream(tier, form == "direct", count, 4 * _SECONDS)
+                    of_weights = probe.stream(tier, form == "direct", count, seconds)
                     found.streams.setdefault((tier, form, count), []).append(of_weights)
 
     def l3_held(self, probe: _core.MachineProbe, gbps: Sequence[float]) -> int:
@@ -341,8 +350,9 @@ class Measurement:
             host.one_thread()
             for n, probe in self._probes.items():
                 host.turn(probe, self._found[n], self._rows if n in (1, host.threads) else self._fewest)
-            for kernels in self._together.values():
-                kernels.turn()
+            for tier, kernels in self._together.items():
+                for _ in range(_TOGETHER_TURNS if tier == host.isa else 1):
+                    kernels.turn()
             if self._far is not None and not self._products and len(self._found[host.threads].fetch_ns) > 1:
                 self._products = _products(self.machine(), self._far)
             for product in self._products:
@@ -577,13 +587,17 @@ def _with_rate(
     most = at_threads(machine.dram_gbps, threads)
     form = name.removeprefix("few_").removesuffix("_gbps")
 
-    def fitted(share: float) -> tuple[Machine, float]:
+    def fitted(step: int) -> tuple[Machine, float]:
+        share = 1.02**-step
         figure = {**getattr(machine.kernels[tier], name), threads: share * most}
         some = _replaced(machine, tier, **{name: figure})
-        errors = [math.log(_stream_gbps(some, tier, threads, form, rows) / gbps) for rows, gbps in measured.items()]
+        told = _stream_gbps(some, tier, threads, form, measured)
+        errors = [math.log(told[rows] / gbps) for rows, gbps in measured.items()]
         return some, sum((error / 0.07) ** 2 for error in errors) + (math.log(share) / 0.2) ** 2
 
-    return min((fitted(1.02**-step) for step in range(-_MOST_STEPS_FASTER, 100)), key=lambda some: some[1])
+    near = min(_RATE_STEPS[::_COARSE], key=lambda step: fitted(step)[1])
+    steps = range(max(near - _COARSE + 1, _RATE_STEPS.start), min(near + _COARSE, _RATE_STEPS.stop))
+    return min(map(fitted, steps), key=operator.itemgetter(1))
 
 
 def _stream_rows(kernels: PerThread, l2_gbps: float, dram_gbps: float, matrix_unit: bool, most_few: int) -> _StreamRows:
@@ -620,17 +634,22 @@ def _replaced(machine: Machine, tier: str, **figures: Any) -> Machine:
     )
 
 
-def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, rows: int) -> float:
-    """What the model says of `MachineProbe.stream`."""
+def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, of_rows: Iterable[int]) -> dict[int, float]:
+    """What the model says of `MachineProbe.stream`, by rows."""
     k, n = _STREAM_K, _STREAM_N
     kernels = machine.kernels[tier]
-    problem = ((rows,) * threads, k, n, 2, 4, 2.0, form, True, False)
-    depth = 32 * _core.unpack_slice(kernels.unpack_overlaps, k // 32, -(-rows // 16), machine.l2_bytes)
-    sliced = form == "unpack" and depth > 0
-    padded = 16 * -(-rows // 16)
-    once = kernels.unpack_overlaps and padded <= 16 * kernels.right_panels
-    columns = 256 if form == "unpack" else 128 if once or rows <= kernels.most_few_rows else 32
-    configuration = (padded, n, padded, columns, depth if sliced else k, "columns")
-    _, ms, parts, _, _ = _core.TileEvaluator(machine.figures(threads, tier)).estimate(problem, configuration)
-    others = sum(time for name, time in zip(_core.gemm_parts, parts, strict=True) if name in ("scheduling", "dispatch"))
-    return threads * 2.0 * k * n / (ms - others) * 1e-6
+    evaluator = _core.TileEvaluator(machine.figures(threads, tier))
+    found = {}
+    for rows in of_rows:
+        problem = ((rows,) * threads, k, n, 2, 4, 2.0, form, True, False)
+        depth = 32 * _core.unpack_slice(kernels.unpack_overlaps, k // 32, -(-rows // 16), machine.l2_bytes)
+        sliced = form == "unpack" and depth > 0
+        padded = 16 * -(-rows // 16)
+        once = kernels.unpack_overlaps and padded <= 16 * kernels.right_panels
+        columns = 256 if form == "unpack" else 128 if once or rows <= kernels.most_few_rows else 32
+        configuration = (padded, n, padded, columns, depth if sliced else k, "columns")
+        _, ms, parts, _, _ = evaluator.estimate(problem, configuration)
+        times = zip(_core.gemm_parts, parts, strict=True)
+        others = sum(time for name, time in times if name in ("scheduling", "dispatch"))
+        found[rows] = threads * 2.0 * k * n / (ms - others) * 1e-6
+    return found

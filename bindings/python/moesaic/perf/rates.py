@@ -54,6 +54,7 @@ class LayerRates:
         partial: ns for an element of a sum of a further chunk that is added to its expert's.
         handed: ns for a tile of activations that a thread reads of a job which another one packed, and
         claimed: ns for one that is written where those that share a job have read the tile that lay there.
+        result: ns for an element of a row of Y or dX that a product writes past the caches.
         slot: ns for a slot of a token, in which the caller alone sorts them by expert.
         task: us for a task besides its work.
         call, call_backward: us for a forward and for a backward besides its phases, whatever these take: Python,
@@ -92,6 +93,7 @@ class LayerRates:
     partial: float
     handed: float
     claimed: float
+    result: float
     slot: float
     task: float
     call: float
@@ -116,10 +118,10 @@ class LayerRates:
         pack = 2.0 / figures["pack_gbps"]
         memory = threads / figures["gbps"][3]  # ns of a thread for a byte, while all of them read
         return LayerRates(
-            direct=1.35 / figures["direct_factor"],  # what of it the evaluator's answers hold already
-            unpack=1.6 / figures["unpack_factor"],
-            direct_stream=1.15,
-            unpack_stream=1.5,
+            direct=0.85 / figures["direct_factor"],  # what of it the evaluator's answers hold already
+            unpack=0.75 / figures["unpack_factor"],
+            direct_stream=0.9,
+            unpack_stream=1.0,
             cache=1.0,
             cache_filled=0.2,  # as pack_job: a 16-core AMX host (docs/PREDICTIONS.md)
             low=4.0,
@@ -144,6 +146,7 @@ class LayerRates:
             # and not by all at once as in a product: in about half of the time (16 AMX threads).
             handed=max(at_threads(machine.fetch_ns, threads), 1.0),
             claimed=max(at_threads(machine.claim_ns, threads) * 0.5, 1.0),
+            result=4 * memory,
             slot=15.0,
             task=figures["task_us"],
             call=figures["job_us"] + 20.0,
