@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.commands.options import add_clock, add_json, engine_clock, positive, progress, rank, several, threads
+from moesaic.commands.options import add_clock, add_json, engine_clock, positive, rank, several, threads
 from moesaic.commands.output import CommandError, Tables, UsageError, format_bytes, print_json, stdout_for_json
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             from moesaic.commands import tune_check
 
             with engine_clock(args):
-                document, show = tune_check.check(_machine(args), args.check), tune_check.show
+                document, show = tune_check.check(_describe(args), args.check), tune_check.show
         else:
             document, show = _tune(args), _show
     if args.json:
@@ -128,12 +129,20 @@ def _tune(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _describe(args: argparse.Namespace) -> Callable[[], Machine]:
+    """The machine that --check asks for, again and again."""
+    from moesaic.commands import tune_check
+
+    if args.machine == "here":
+        return tune_check.described_in_turn()
+    machine = _machine(args)
+    return lambda: machine
+
+
 def _machine(args: argparse.Namespace) -> Machine:
     from moesaic import perf
 
     try:
-        if args.check and args.machine == "here":
-            return perf.Machine.measure(progress())
         return perf.Machine.find(args.machine)
     except ValueError as error:
         raise UsageError(str(error)) from None

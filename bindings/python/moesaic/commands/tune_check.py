@@ -6,7 +6,7 @@ import csv
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ _BARS = {
     "analytic within 15%": ("analytic", 1.15, 1.0),
     "measured within 3%": ("measured", 1.03, 0.95),
 }
+_SHAPES_IN_TURN = 2
+"""Of which the choices are those of one description."""
 _SCAN_ROUNDS, _FINAL_ROUNDS = 9, 75  # of every candidate; of the best of them
 _DUEL_ROUNDS, _DUEL_SECONDS = 15, 8.0  # at least; for more than these
 _CERTAIN = 0.005  # half the width of a ratio's 95% interval, at which its duel ends
@@ -52,11 +54,32 @@ def held_out_shapes() -> list[GemmShape]:
     ]
 
 
-def check(machine: Machine, count: int) -> dict[str, Any]:
-    """Runs it on the first `count` shapes; the document that --json prints. `ok`: every bar holds."""
+def described_in_turn() -> Callable[[], Machine]:
+    """This host as it was described so far, by a round more with each call: beside others a host changes for minutes at a
+    time, and all shapes take some."""
+    from moesaic.perf.measure import ROUNDS, Measurement
+
+    measurement = Measurement(progress())
+    measurement.rounds(ROUNDS - 1)
+
+    def describe() -> Machine:
+        measurement.rounds(1)
+        return measurement.machine()
+
+    return describe
+
+
+def check(describe: Callable[[], Machine], count: int) -> dict[str, Any]:
+    """Runs it on the first `count` shapes; the document that --json prints. `ok`: every bar holds.
+
+    Args:
+        describe: the machine, as it is before the next shapes are chosen for.
+        count: of shapes.
+    """
     from moesaic import perf
     from moesaic.perf.timing import ShapeTimer, far_weights, require_this_host
 
+    machine = describe()
     evaluator = perf.GemmEvaluator(machine, cache=False)
     try:
         require_this_host(machine, evaluator.isa, evaluator.threads)
@@ -69,6 +92,9 @@ def check(machine: Machine, count: int) -> dict[str, Any]:
     for i, shape in enumerate(shapes):
         name = f"{shape.form} {shape.groups} x {shape.m} x {shape.k} x {shape.n} {shape.output}"
         tell(f"{i + 1} of {len(shapes)}: {name}")
+        if i > 0 and i % _SHAPES_IN_TURN == 0:
+            machine = describe()
+            evaluator = perf.GemmEvaluator(machine, cache=False)
         timer = ShapeTimer(evaluator.isa, shape, far)
         rows.append(_compare(timer, shape, evaluator.rank(shape, 10_000)))
     tell("")
