@@ -55,8 +55,8 @@ def held_out_shapes() -> list[GemmShape]:
 
 
 def described_in_turn() -> Callable[[], Machine]:
-    """This host as it was described so far, by a round more with each call: beside others a host changes for minutes at a
-    time, and all shapes take some."""
+    """This host by all rounds so far, one more with each call: beside others a host changes for minutes at a time, and
+    all shapes take some."""
     from moesaic.perf.measure import ROUNDS, Measurement
 
     measurement = Measurement(progress())
