@@ -155,6 +155,25 @@ def test_the_check_runs_all_candidates(capsys, here, monkeypatch):
     assert document["ok"] == all(bar["share"] >= bar["expected"] for bar in document["bars"])
 
 
+def test_the_check_asks_for_the_machine_in_turn_with_its_shapes(here, monkeypatch):
+    shapes = [perf.GemmShape(m=m, k=64, n=128, output="fp32") for m in range(1, 6)]
+    monkeypatch.setattr(tune_check, "held_out_shapes", lambda: shapes)
+    asked, seen = [], []
+
+    def describe():
+        asked.append(dataclasses.replace(here, dram_ns=200.0 + len(asked)))
+        return asked[-1]
+
+    def compare(timer, shape, ranked):
+        seen.append((shape.m, len(asked)))
+        return {"analytic": 1.0, "measured": 1.0}
+
+    monkeypatch.setattr(tune_check, "_compare", compare)
+    document = tune_check.check(describe, 5)
+    assert seen == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)]
+    assert document["machine"]["identity"] == asked[-1].identity and document["ok"]
+
+
 def test_a_ratio_is_that_of_its_rounds():
     slower = [1.0 + 0.1 * (i % 7) for i in range(40)]  # others use the host, now and then
     ratio, uncertainty = tune_check._ratio([1.25 * x for x in slower], slower)

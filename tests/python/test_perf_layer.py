@@ -45,6 +45,17 @@ def model(threads: int = 16) -> LayerModel:
     return LayerModel(Products(evaluator), LayerRates.derived(MACHINE, threads))
 
 
+@pytest.mark.parametrize("rank", [0, 16])
+def test_only_rows_that_the_unpack_form_writes_are_results(rank: int) -> None:
+    rows, hidden = (300, 0, 240, 3), 256
+    for backward, written in ((False, "down"), (True, "gate_up_backward")):
+        work = model().work(ExpertsShape(4, hidden, 128, 2, rank), rows, backward=backward)
+        results = {group: of_group["result"] for group, of_group in work.items() if "result" in of_group}
+        lora = written.replace("_backward", "") + ("_lora_backward" if backward else "_lora")
+        assert set(results) == ({written, lora} if rank else {written})  # an adapter has its part of a product's time
+        assert sum(results.values()) == pytest.approx(sum(rows) * hidden)
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 200, 1500])
 @pytest.mark.parametrize("routing", ["uniform", "hot"])
 def test_jobs_are_the_engines(tokens: int, routing: str) -> None:

@@ -290,7 +290,7 @@ class Machine:
 
     @classmethod
     def measure(cls, progress: Callable[[str], None] | None = None) -> Machine:
-        """Measures this host, in some twenty seconds, on up to as many threads as the engine uses. Takes up to 1 GiB of
+        """Measures this host, in some seconds, on up to as many threads as the engine uses. Takes up to 1 GiB of
         memory for each number of threads that is tried: 1, 2, 4, ... and all; once more for products, and some tens or
         hundreds of MB for what they compute.
 

@@ -118,7 +118,8 @@ class LayerRates:
         pack = 2.0 / figures["pack_gbps"]
         memory = threads / figures["gbps"][3]  # ns of a thread for a byte, while all of them read
         return LayerRates(
-            direct=0.85 / figures["direct_factor"],  # what of it the evaluator's answers hold already
+            # Over what of it the evaluator's answers hold already: tasks in a layer find their operands nearer.
+            direct=0.85 / figures["direct_factor"],
             unpack=0.75 / figures["unpack_factor"],
             direct_stream=0.9,
             unpack_stream=1.0,
