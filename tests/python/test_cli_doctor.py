@@ -1,6 +1,7 @@
 """`moesaic doctor`."""
 
 import importlib.metadata
+import itertools
 import json
 import os
 import resource
@@ -12,7 +13,7 @@ import pytest
 
 import moesaic
 from moesaic import _core, cli
-from moesaic.commands import host, output
+from moesaic.commands import doctor, host, output
 
 
 def doctor_json(capsys, *options, code=0):
@@ -142,6 +143,31 @@ def test_measure(capsys):
     for read in ceiling["read"]:
         assert 0 < read["gbps"] < 10000
         assert read["bytes"] >= _core.last_level_cache_bytes()
+    handover = ceiling["handover_ns"]
+    assert (handover is None) == (threads == 1)
+    if handover is not None:
+        assert 0 <= handover["least"] <= handover["median"] <= handover["most"] < 1e5
+
+
+def test_processors_that_move_are_noted(capsys, monkeypatch):
+    fetches = itertools.cycle([7.4, 89.8, 8.0])
+
+    class Probe:
+        def __init__(self, threads, far_bytes):
+            pass
+
+        def fetch(self, isa):
+            return next(fetches)
+
+    monkeypatch.setattr(_core, "MachineProbe", Probe)
+    monkeypatch.setattr(_core, "measure_compute", lambda isa, threads, seconds: 100.0)
+    monkeypatch.setattr(doctor, "_MEASURE_SECONDS", 0.01)
+    moesaic.set_num_threads(2)
+    assert cli.main(["doctor", "--measure"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "takes 7 to 90 ns more, by the moment" in text and "8 ns more" in text
+    fetches = itertools.cycle([33.0, 47.0])
+    assert [note for note in doctor_json(capsys, "--measure")["notes"] if "by the moment" in note] == []
 
 
 def test_output_for_people(capsys):
