@@ -9,7 +9,7 @@ import pytest
 import moesaic
 from moesaic import _core, cli, perf
 from moesaic.commands import tune_check
-from moesaic.perf import Machine, timing
+from moesaic.perf import Machine, measure, timing
 from test_perf_evaluator import DEEPSEEK_V3
 
 
@@ -39,8 +39,7 @@ def here(monkeypatch):
         threads=2,
         l3_bytes=1 << 20,
     )
-    for name in ("here", "measure"):
-        monkeypatch.setattr(Machine, name, classmethod(lambda cls, progress=None: machine))
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, progress=None: machine))
     moesaic.set_num_threads(2)
     return machine
 
@@ -144,6 +143,7 @@ def test_the_check_runs_all_candidates(capsys, here, monkeypatch):
     monkeypatch.setattr(tune_check, "held_out_shapes", lambda: [perf.GemmShape(m=3, k=64, n=128, output="fp32")])
     monkeypatch.setattr(tune_check, "_DUEL_SECONDS", 0.05)
     monkeypatch.setattr(timing, "_SECONDS", 0.01)
+    monkeypatch.setattr(tune_check, "described_in_turn", lambda: lambda: here)
     cli.main(["tune", "--check", "--json"])  # its bars say nothing about one tiny shape
     document = json.loads(capsys.readouterr().out)
     (row,) = document["shapes"]
@@ -155,23 +155,36 @@ def test_the_check_runs_all_candidates(capsys, here, monkeypatch):
     assert document["ok"] == all(bar["share"] >= bar["expected"] for bar in document["bars"])
 
 
-def test_the_check_asks_for_the_machine_in_turn_with_its_shapes(here, monkeypatch):
+def test_the_check_describes_the_host_in_turn_with_its_shapes(capsys, here, monkeypatch):
     shapes = [perf.GemmShape(m=m, k=64, n=128, output="fp32") for m in range(1, 6)]
-    monkeypatch.setattr(tune_check, "held_out_shapes", lambda: shapes)
-    asked, seen = [], []
+    rounds, machines, seen = [], [], []
 
-    def describe():
-        asked.append(dataclasses.replace(here, dram_ns=200.0 + len(asked)))
-        return asked[-1]
+    class Described:
+        def __init__(self, progress):
+            pass
+
+        def rounds(self, count):
+            rounds.append(count)
+
+        def machine(self):
+            slower = {n: us * (1 + len(machines)) for n, us in here.job_us.items()}
+            machines.append(dataclasses.replace(here, job_us=slower))
+            return machines[-1]
 
     def compare(timer, shape, ranked):
-        seen.append((shape.m, len(asked)))
+        seen.append((shape.m, len(machines)))
+        assert ranked == perf.GemmEvaluator(machines[-1], cache=False).rank(shape, 10_000)
         return {"analytic": 1.0, "measured": 1.0}
 
+    monkeypatch.setattr(measure, "Measurement", Described)
+    monkeypatch.setattr(tune_check, "held_out_shapes", lambda: shapes)
     monkeypatch.setattr(tune_check, "_compare", compare)
-    document = tune_check.check(describe, 5)
+    monkeypatch.setattr(tune_check, "show", lambda document: None)
+    assert cli.main(["tune", "--check"]) == 0
+    assert rounds == [measure.ROUNDS - 1, 1, 1, 1]
     assert seen == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)]
-    assert document["machine"]["identity"] == asked[-1].identity and document["ok"]
+    first, last = (perf.GemmEvaluator(m, cache=False).rank(shapes[0], 1)[0] for m in (machines[0], machines[-1]))
+    assert first.milliseconds < last.milliseconds  # so `compare` tells descriptions apart
 
 
 def test_a_ratio_is_that_of_its_rounds():

@@ -269,6 +269,7 @@ def test_measured_figures_make_sense(monkeypatch, threads):
     monkeypatch.setattr(measure, "far_bytes", lambda l3: 16 << 20)  # quick; whether that is far does not matter here
     monkeypatch.setattr(measure, "ROUNDS", 2)
     monkeypatch.setattr(measure, "_KERNEL_TURNS", 2)
+    monkeypatch.setattr(measure, "_OTHER_KERNEL_TURNS", 1)
     moesaic.set_num_threads(threads)
     machine = Machine.measure()
     assert machine.source == "measured" and machine.isa == moesaic.isa() and machine.threads == threads

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from moesaic.commands.output import Tables, format_bytes, print_json, stdout_for_json
@@ -14,8 +12,8 @@ SCHEMA = 1
 
 _MEASURE_SECONDS = 0.3
 _MOVED_NS = 40.0
-"""By which a tile from another thread differs where processors have moved. (Two processors of a Zen 4 guest: 1 on one
-core, 7 with an L3 in common, 90 without. 16 of an AMX guest, which stay: 33 to 47.)"""
+"""How far apart times of a tile from another thread are, in ns, where processors have moved. (Two processors of a Zen 4
+guest: 1 on one core, 7 with an L3 in common, 90 without. 16 of an AMX guest, which stay: 33 to 47.)"""
 
 _DESCRIPTION = """\
 Shows the CPU, each tier of instruction sets, the topology, the limits of this process, huge pages, versions, and
@@ -119,12 +117,13 @@ def notes(report: dict[str, Any]) -> list[str]:
     limits = report["limits"]
     if limits["threads"] > limits["usable_cores"]:
         found.append(f"{limits['threads']} threads share {limits['usable_cores']} usable cores")
-    handover = report.get("ceiling", {}).get("handover_ns")
-    if handover is not None and handover["most"] - handover["least"] > _MOVED_NS:
+    elif (handover := report.get("ceiling", {}).get("handover_ns")) and (
+        handover["most"] - handover["least"] > _MOVED_NS
+    ):
         found.append(
             f"a tile that another thread has packed takes {handover['least']:.0f} to {handover['most']:.0f} ns more, by"
-            " the moment: the host moves this guest's processors, which now share a core or a cache and now do not, and"
-            " all ceilings change with it"
+            " the moment: threads move between processors, or a guest's processors between cores, which share a core or"
+            " a cache at one moment and not at the next, and all ceilings change with it"
         )
     return found
 
@@ -176,24 +175,27 @@ def _measure(threads: int) -> dict[str, Any]:
     pool = _core.MachineProbe(threads, 1 << 20) if threads > 1 else None
     fetches: list[float] = []
 
-    def timed(measure: Callable[[], float]) -> float:
+    def hand_over() -> None:
         if pool is not None:
             fetches.append(pool.fetch(moesaic.isa()))
-        return measure()
 
     compute = []
     for row in _core.compute_probes():
-        gflops = None
-        if row["available"]:
-            probes = [partial(_core.measure_compute, row["isa"], count, _MEASURE_SECONDS) for count in counts]
-            gflops = [timed(probe) for probe in probes]
-        compute.append({"isa": row["isa"], "instruction": row["instruction"], "gflops": gflops})
+        gflops = []
+        for count in counts if row["available"] else ():
+            hand_over()
+            gflops.append(_core.measure_compute(row["isa"], count, _MEASURE_SECONDS))
+        compute.append({"isa": row["isa"], "instruction": row["instruction"], "gflops": gflops or None})
     read = []
     for count in counts:
         probe = _core.ReadProbe(count)
-        gbps = timed(partial(probe.measure, _MEASURE_SECONDS))
-        read.append({"gbps": gbps, "bytes": probe.bytes, "method": probe.method})
-    handover = {"least": min(fetches), "median": statistics.median(fetches), "most": max(fetches)} if fetches else None
+        hand_over()
+        read.append({"gbps": probe.measure(_MEASURE_SECONDS), "bytes": probe.bytes, "method": probe.method})
+    hand_over()
+    handover = None
+    if fetches:  # one of them may have been disturbed
+        least, *_, most = sorted(fetches)[1:-1]
+        handover = {"least": least, "median": statistics.median(fetches), "most": most}
     return {"threads": counts, "compute": compute, "read": read, "handover_ns": handover}
 
 

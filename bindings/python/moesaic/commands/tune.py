@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             from moesaic.commands import tune_check
 
             with engine_clock(args):
-                document, show = tune_check.check(_describe(args), args.check), tune_check.show
+                document, show = tune_check.check(_describer(args), args.check), tune_check.show
         else:
             document, show = _tune(args), _show
     if args.json:
@@ -129,8 +129,8 @@ def _tune(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _describe(args: argparse.Namespace) -> Callable[[], Machine]:
-    """The machine that --check asks for, again and again."""
+def _describer(args: argparse.Namespace) -> Callable[[], Machine]:
+    """What says which machine it is, each time that --check asks."""
     from moesaic.commands import tune_check
 
     if args.machine == "here":

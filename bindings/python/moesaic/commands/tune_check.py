@@ -55,8 +55,9 @@ def held_out_shapes() -> list[GemmShape]:
 
 
 def described_in_turn() -> Callable[[], Machine]:
-    """This host by all rounds so far, one more with each call: beside others a host changes for minutes at a time, and
-    all shapes take some."""
+    """This host by all rounds so far, one more with each call: beside others a host changes for minutes at a time, a
+    check takes longer than that, and one round alone says little. Keeps what a `Measurement` does, some GiB on many
+    threads."""
     from moesaic.perf.measure import ROUNDS, Measurement
 
     measurement = Measurement(progress())
@@ -70,7 +71,8 @@ def described_in_turn() -> Callable[[], Machine]:
 
 
 def check(describe: Callable[[], Machine], count: int) -> dict[str, Any]:
-    """Runs it on the first `count` shapes; the document that --json prints. `ok`: every bar holds.
+    """Runs it on the first `count` shapes; the document that --json prints. `ok`: every bar holds. The machine's
+    identity there is that of its last description.
 
     Args:
         describe: the machine, as it is before the next shapes are chosen for.
@@ -91,10 +93,10 @@ def check(describe: Callable[[], Machine], count: int) -> dict[str, Any]:
     rows = []
     for i, shape in enumerate(shapes):
         name = f"{shape.form} {shape.groups} x {shape.m} x {shape.k} x {shape.n} {shape.output}"
-        tell(f"{i + 1} of {len(shapes)}: {name}")
         if i > 0 and i % _SHAPES_IN_TURN == 0:
             machine = describe()
             evaluator = perf.GemmEvaluator(machine, cache=False)
+        tell(f"{i + 1} of {len(shapes)}: {name}")
         timer = ShapeTimer(evaluator.isa, shape, far)
         rows.append(_compare(timer, shape, evaluator.rank(shape, 10_000)))
     tell("")

@@ -293,8 +293,8 @@ class Measurement:
     """Describes this host by what rounds of probes found so far, those of all numbers of threads one after the other:
     whatever others do to the host for longer than a round meets all figures.
 
-    One round takes about a second. Rounds may have anything between them. Keeps `far_bytes` of memory for each number
-    of threads that is tried, and once more for products.
+    One round takes one to three seconds. Rounds may have anything between them. Keeps `far_bytes` of memory for each
+    number of threads that is tried, and once more for products.
 
     Args:
         progress: is told what is being measured.

@@ -111,14 +111,15 @@ class LayerRates:
 
         Packing is a figure of the machine. What else computes on vectors in cache takes a multiple of it that depends
         on the code, not on the machine: so many more instructions an element. What goes past the caches takes its
-        bytes at the memory's rate. What products take beyond the evaluator's answers, because a layer does other
-        things around them, is taken from the hosts that were calibrated.
+        bytes at the memory's rate, results twice that. By how much products differ from the evaluator's answers,
+        because a layer does other things around them, is taken from the hosts that were calibrated.
         """
         figures = machine.figures(threads)
         pack = 2.0 / figures["pack_gbps"]
         memory = threads / figures["gbps"][3]  # ns of a thread for a byte, while all of them read
         return LayerRates(
-            # Over what of it the evaluator's answers hold already: tasks in a layer find their operands nearer.
+            # Divided by the factor that the evaluator's answers hold already. Below 1: tasks of a layer find their
+            # operands nearer.
             direct=0.85 / figures["direct_factor"],
             unpack=0.75 / figures["unpack_factor"],
             direct_stream=0.9,
@@ -147,7 +148,7 @@ class LayerRates:
             # and not by all at once as in a product: in about half of the time (16 AMX threads).
             handed=max(at_threads(machine.fetch_ns, threads), 1.0),
             claimed=max(at_threads(machine.claim_ns, threads) * 0.5, 1.0),
-            result=4 * memory,
+            result=4 * memory,  # bf16; calibrations found 0.11 ns where this is 0.24 and 0.46 to 0.48 where it is 0.4
             slot=15.0,
             task=figures["task_us"],
             call=figures["job_us"] + 20.0,
