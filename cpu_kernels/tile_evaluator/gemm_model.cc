@@ -65,10 +65,10 @@ constexpr double kPassedOverlap = 6;
 /// Rows of a pass.
 constexpr std::int64_t kDirectPass = 8;
 
-/// Of the ring in which the unpack form meets a matrix unit's few rows. (Before these streamed in the order of memory; AMX, 16
-/// threads, 1 to 22 rows: with the overlap that a description gives to more rows, 1.5, 2 and 3 in three of one host, 7 products
-/// were 11 and 9% too slow and 2% too fast.)
-constexpr double kRingOverlap = 2.5;
+/// Of the ring in which the unpack form meets a matrix unit's few rows. (AMX, 16 threads, products with 1 to 32 rows, each in
+/// its turn among a hundred, against the same with 33 to 400: with 2.5, 17 to 32 rows come out a fifth too fast, with 1.2 a
+/// tenth too slow where products of one shape follow each other.)
+constexpr double kRingOverlap = 1.5;
 
 /// What the direct form for few rows takes to lay out a tile of activations, of what a superblock's panels take with it. (Zen
 /// 5, 28 x 1,152 x 3,840 and 56 x 896 x 1,792: in calls of 32 columns 1.19 and 1.18 times as long as of 128.)
@@ -91,6 +91,11 @@ constexpr double kWithoutSlices = 2.4;
 /// 192, 8 to 10% faster; 320 x 1,024 x 1,408, unpack, 768 columns and 256, 8 to 10%; four groups of 250 x 1,280 x 1,536, whole
 /// and half, 6%.)
 constexpr double kWaitedForL3 = 0.5;
+
+/// Of what a matrix unit's unpack form reads from L3 the share that takes time: vectors unpack meanwhile. (AMX, 16 threads,
+/// tasks of some 700 kinds with 40 rows and more, in eight runs, two of them of random shapes: with all of it, kinds that read
+/// more of L3 than others of the same product come out too slow, by 0.3 to 0.6 of its share.)
+constexpr double kUnpackL3 = 0.4;
 
 /// Of what tiles that another thread has packed take more than a thread's own what is waited for. (AMX, 16 threads, tasks of
 /// 680 kinds: 0.5 in the direct form, 0.3 in the other.)
@@ -134,6 +139,11 @@ struct TaskCost {
 /// 35 tasks of 96 rows 352 us, in ten of 300 481; 4 x 1,024 x 4,352 in 34 tasks 112, in twelve 141.)
 constexpr double kUnlike = 0.25;
 
+/// Of what a task waits for memory, what no slow thread waits longer for: those that end before leave it more. (AMX, 16 threads
+/// that differ by a quarter to two fifths: without it products in at most 16 tasks were 2 to 8% too slow, more with few rows;
+/// with 0.6 and more, too few tasks are chosen.)
+constexpr double kMemoryLeft = 0.2;
+
 /// The share of a piece of packing that is waited for at the end. (AMX, 16 threads: 0.2 to 0.5 with 48 to 50 pieces, 0.45 with
 /// 28 of some microseconds.)
 constexpr double kPieceWaited = 0.3;
@@ -142,10 +152,9 @@ constexpr double kPieceWaited = 0.3;
 constexpr double kPackingBegins = 45;
 
 /// What each of so many tasks that read the same weights at the same time reads of them from memory, as long as these meet each
-/// weight once: most, until that is what half of the threads would read. (AMX, 16 threads, 32 rows, all of them together, GB/s
-/// where 1, 2, 4, 8 and 16 share their weights: direct 118, 149, 189, 212, 209, unpack 97, 109, 128, 152, 155. Tasks of
-/// products that two to six share lie between all of it and what these say.)
-double ReadByEach(double sharers, double threads) { return sharers > 1 ? std::min(0.85, threads / (2 * sharers)) : 1.0; }
+/// weight once. (AMX, 16 threads, 32 rows, all of them together, GB/s where 1, 2, 4, 8 and 16 share their weights: direct 118,
+/// 149, 189, 212, 209, unpack 97, 109, 128, 152, 155.)
+double ReadByEach(double sharers) { return std::max(std::pow(sharers, -0.25), 0.6); }
 
 /// Sizes of one task, and where its operands are read from the first time.
 struct TaskShape {
@@ -239,7 +248,7 @@ class TaskCounter {
     const bool rows_outer = c_.order == LoopOrder::kRows;
     const double weights_between = rows_outer ? all_columns + row_block : column_block + row_block;
     const double activations_between = rows_outer ? row_block + column_block : all_rows + column_block;
-    Add(cost, task.weights_from, weights * ReadByEach(task.sharers, m_.threads));
+    Add(cost, task.weights_from, weights * ReadByEach(task.sharers));
     AddAgain(cost, weights_between, weights * static_cast<double>(row_calls - 1));
     // What is prefetched waits in L2 while the call before computes. Reading it from there is part of the memory's rate.
     if (prefetches && !cost.few) AddAgain(cost, 2 * Product(call_columns, p_.k, p_.weight_bytes), weights, MemoryLevel::kL3);
@@ -526,7 +535,8 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
                                    : kernel.overlap;
   const Overlap beside(overlap);
   const double busy = cells + (unit ? unpack : 0.0);
-  const double l3 = supply(MemoryLevel::kL3, machine.gbps[2]), waited = unit ? kWaitedForL3 * l3 : 0.0;
+  const double l3 = supply(MemoryLevel::kL3, machine.gbps[2]) * (unit && unpacks && !cost.once ? kUnpackL3 : 1.0);
+  const double waited = unit ? kWaitedForL3 * l3 : 0.0;
   const std::array<double, 3> powers = {beside.Power(busy), unit ? 0.0 : beside.Power(l2), beside.Power(l3 - waited)};
   const double sum = powers[0] + powers[1] + powers[2];
   const double by_itself = beside.Root(sum) + waited, computing = (cost.few                ? 1.0
@@ -642,15 +652,9 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
         std::max(largest_task, Product(std::min(rows, group.rows), std::min(configuration.task_columns, problem.n), 1));
   }
   const double last_round = all_tasks - (std::ceil(all_tasks / threads) - 1) * threads;
-  // Kernels were measured by the rate of all threads. Where each has one task, the mean time is that of threads, which is
-  // longer by the square of how far they differ; of many tasks the faster threads take more. (AMX, 16 threads that differ by a
-  // quarter to a third, tasks against what was predicted: 5 to 16 of the direct form 6% slower than more than 48, 2 and 3
-  // rounds 1 to 3%.)
-  const double spread = machine.uneven[static_cast<std::size_t>(machine.threads) - 1] - 1;
   const double like_it = all_rows * static_cast<double>(problem.n) / std::max(largest_task, 1.0);  // tasks like the largest
-  const double slower = 1 + spread * spread * std::min(1.0, threads / std::max(like_it, 1.0));
   GemmEstimate estimate;
-  double work = 0, tasks = 0, longest = 0;
+  double work = 0, tasks = 0, longest = 0, slowed = 0;
   Tasks whole, rest;  // by their columns
   for (const GroupRows& group : problem.groups) {
     const std::int64_t rows = TaskRows(group.rows, configuration, whole_few(group));
@@ -684,9 +688,7 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
       // threads, tasks whose time is memory's: with all of it 5, 7, 9 and 12 take 0.65, 0.76, 0.82 and 0.9 of what they
       // really do, with none of it nine take 1.1.) Those of a last round, which follow others, were not seen apart.
       const double gbps = MemoryGbps(problem, machine, all_tasks, few), of_all = MemoryGbps(problem, machine, threads, few);
-      TaskTime time = TimeOf(cost, flops, problem, machine, std::sqrt(gbps * of_all));
-      time.ms *= slower;
-      for (double& part : time.parts) part *= slower;
+      const TaskTime time = TimeOf(cost, flops, problem, machine, std::sqrt(gbps * of_all));
       for (std::size_t i = 0; i < kGemmParts; ++i) estimate.parts[i] += count * time.parts[i] / threads;
       work += count * time.ms;
       tasks += count;
@@ -694,8 +696,9 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
       some.work += count * time.ms;
       const auto late = [&] { return TimeOf(cost, flops, problem, machine, MemoryGbps(problem, machine, last_round, few)); };
       const bool same = last_round == threads || last_round == all_tasks || problem.groups.size() > 1;
-      some.late_work += count * (same ? time.ms : slower * late().ms);
+      some.late_work += count * (same ? time.ms : late().ms);
       longest = std::max(longest, time.ms);
+      slowed = std::max(slowed, time.ms - kMemoryLeft * time.parts[static_cast<std::size_t>(GemmPart::kMemory)]);
     };
     const auto groups = static_cast<double>(group.groups);
     const std::int64_t whole_columns = problem.n / configuration.task_columns;
@@ -714,9 +717,8 @@ GemmEstimate EstimateGemm(const GemmProblem& problem, const GemmConfiguration& c
   const double even = work / threads;
   double span = even;
   if (machine.threads > 1 && tasks > 0) {
-    // What the slowest thread's task takes longer.
-    const double slowest = machine.uneven[static_cast<std::size_t>(std::min(tasks, threads)) - 1] - 1,
-                 delay = slowest * longest;
+    // What the slowest thread's task takes longer, but for memory that faster threads leave it.
+    const double slowest = machine.uneven[static_cast<std::size_t>(std::min(tasks, threads)) - 1] - 1, delay = slowest * slowed;
     const double waited = 0.5 * work / (problem.groups.size() == 1 ? like_it : tasks) * (threads - 1) / threads;
     const double rounds = Rounds(whole, rest, threads);
     // Threads that are not equally fast take more or fewer of several tasks each: their rounds fill up as well. (AMX, 16

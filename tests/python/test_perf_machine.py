@@ -77,23 +77,39 @@ def test_no_step_is_faster_than_the_ceiling():
         assert slow["few_tile_ns"] == measured["few_tile_ns"] and slow["pack_gbps"] == measured["pack_gbps"]
 
 
-def test_few_tasks_take_what_those_of_all_threads_take():
-    """Each of as many tasks as threads takes longer by the square of how far threads differ; of more tasks less."""
+def test_a_slow_thread_computes_slowly():
+    """How far threads differ is waiting: what the slowest one computes, and most of what it reads, takes it longer."""
     alike = dataclasses.replace(Machine.named("emr-16c"), uneven={1: 1.0})
     unlike = dataclasses.replace(alike, uneven={1: 1.0, 16: 1.3})
+    configuration = Configuration("direct", 128, 128, 128, 128, 1024, "columns")
+    for cached in (True, False):
+        for tasks in (4, 16):
+            shape = GemmShape(m=128, k=1024, n=128 * tasks, output="fp32", packed=True, cached=cached)
+            one, other = (GemmEvaluator(m, 16, cache=False).estimate(shape, configuration) for m in (alike, unlike))
+            task = {name: time * 16 / tasks for name, time in one.parts.items() if name != "dispatch"}
+            whole = sum(task.values()) - task["scheduling"]
+            slowest = unlike.figures(16)["uneven"][tasks - 1] - 1
+            waits = slowest * (whole - 0.2 * task["dram"])
+            assert other.milliseconds - one.milliseconds == pytest.approx(waits) and (task["dram"] > 0) != cached
+            assert {k: v for k, v in other.parts.items() if k != "scheduling"} == pytest.approx(
+                {k: v for k, v in one.parts.items() if k != "scheduling"}
+            )
 
-    def each(machine: Machine, tasks: int) -> float:
-        shape = GemmShape(m=128, k=1024, n=128 * tasks, output="fp32", packed=True, cached=True)
+
+def test_vectors_unpack_while_l3_is_read():
+    """A matrix unit's direct form waits for all that comes from L3, its unpack form for less than half of it."""
+    machine = dataclasses.replace(Machine.named("emr-16c"), direct_factor={1: 1.0}, unpack_factor={1: 1.0})
+    for form, least, most in (("direct", 0.5, 0.8), ("unpack", 0.35, 0.5)):
+        # Each thread has a task of all rows: its weights and the activations come from L3.
+        shape = GemmShape(m=256, k=1024, n=128 * 16, form=form, output="fp32", packed=True, cached=True)
+        depth = 256 if form == "unpack" else 1024
         parts = (
             GemmEvaluator(machine, 16, cache=False)
-            .estimate(shape, Configuration("direct", 128, 128, 128, 128, 1024, "columns"))
+            .estimate(shape, Configuration(form, 256, 128, 256, 128, depth, "columns"))
             .parts
         )
-        return sum(time for name, time in parts.items() if name not in ("scheduling", "dispatch")) * 16 / tasks
-
-    assert each(alike, 4) == pytest.approx(each(alike, 16))
-    for tasks, square in ((4, 0.09), (16, 0.09), (32, 0.045), (160, 0.009)):
-        assert each(unlike, tasks) == pytest.approx((1 + square) * each(alike, tasks))
+        all_of_it = (256 + 128) * 1024 * 2 * 16 / machine.l3_gbps[16] * 1e-6
+        assert least * all_of_it < parts["l3"] < most * all_of_it
 
 
 def test_a_matrix_unit_waits_for_tiles_from_l2():
@@ -406,6 +422,11 @@ def test_the_rate_of_weights_makes_the_model_say_what_was_measured():
     assert rows["direct"] == rows["unpack"]  # no forms for few
     rows = rows["direct"]
     told = measure._stream_gbps(machine, machine.isa, 1, "direct", rows)
+    # None waits there for a slow thread.
+    uneven = dataclasses.replace(machine, uneven={1: 1.0, 16: 1.4})
+    assert measure._stream_gbps(uneven, machine.isa, 16, "direct", rows) == measure._stream_gbps(
+        machine, machine.isa, 16, "direct", rows
+    )
     slower = {count: 0.7 * told[count] for count in rows[:1]}
     fitted, _ = measure._with_rate(machine, machine.isa, 1, "direct_gbps", slower)
     assert measure._stream_gbps(fitted, machine.isa, 1, "direct", slower) == pytest.approx(slower, rel=0.1)

@@ -638,7 +638,8 @@ def _stream_gbps(machine: Machine, tier: str, threads: int, form: str, of_rows: 
     """What the model says of `MachineProbe.stream`, by rows."""
     k, n = _STREAM_K, _STREAM_N
     kernels = machine.kernels[tier]
-    evaluator = _core.TileEvaluator(machine.figures(threads, tier))
+    # None waits for another: their rates add up, however uneven they are.
+    evaluator = _core.TileEvaluator(machine.figures(threads, tier) | {"uneven": [1.0] * threads})
     found = {}
     for rows in of_rows:
         problem = ((rows,) * threads, k, n, 2, 4, 2.0, form, True, False)
