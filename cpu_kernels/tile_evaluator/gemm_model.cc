@@ -65,9 +65,9 @@ constexpr double kPassedOverlap = 6;
 /// Rows of a pass.
 constexpr std::int64_t kDirectPass = 8;
 
-/// Of the ring in which the unpack form meets a matrix unit's few rows. (AMX, 16 threads, products with 1 to 32 rows, each in
-/// its turn among a hundred, against the same with 33 to 400: with 2.5, 17 to 32 rows come out a fifth too fast, with 1.2 a
-/// tenth too slow where products of one shape follow each other.)
+/// Of the ring in which the unpack form meets a matrix unit's few rows: no better than what nothing prefetches. (AMX, 16
+/// threads, products with 1 to 32 rows, each in its turn among a hundred, against the same with 33 to 400: with 2.5, 17 to 32
+/// rows come out a fifth too fast, with 1.2 a tenth too slow where products of one shape follow each other.)
 constexpr double kRingOverlap = 1.5;
 
 /// What the direct form for few rows takes to lay out a tile of activations, of what a superblock's panels take with it. (Zen
@@ -88,13 +88,13 @@ constexpr double kWithoutSlices = 2.4;
 
 /// Of what comes from L3 what a matrix unit waits for, the rest comes beside the products: its few registers load only so far
 /// ahead. (AMX, two threads, tasks that read less from L3 against more of the same products: 1,152 x 1,024 x 640, 384 rows and
-/// 192, 8 to 10% faster; 320 x 1,024 x 1,408, unpack, 768 columns and 256, 8 to 10%; four groups of 250 x 1,280 x 1,536, whole
-/// and half, 6%.)
+/// 192, 8 to 10% faster; four groups of 250 x 1,280 x 1,536, whole and half, 6%.)
 constexpr double kWaitedForL3 = 0.5;
 
-/// Of what a matrix unit's unpack form reads from L3 the share that takes time: vectors unpack meanwhile. (AMX, 16 threads,
-/// tasks of some 700 kinds with 40 rows and more, in eight runs, two of them of random shapes: with all of it, kinds that read
-/// more of L3 than others of the same product come out too slow, by 0.3 to 0.6 of its share.)
+/// Of what a matrix unit's unpack form reads from L3 the share that takes time: vectors unpack meanwhile. Not in calls that
+/// meet each weight once. (AMX, 16 threads, tasks of some 700 kinds with 40 rows and more, in eight runs, two of them of random
+/// shapes: with all of it, kinds that read more of L3 than others of the same product come out too slow, by 0.3 to 0.6 of its
+/// share; the most, as the factor of computing, fitted anew, takes part of it back.)
 constexpr double kUnpackL3 = 0.4;
 
 /// Of what tiles that another thread has packed take more than a thread's own what is waited for. (AMX, 16 threads, tasks of
@@ -139,9 +139,9 @@ struct TaskCost {
 /// 35 tasks of 96 rows 352 us, in ten of 300 481; 4 x 1,024 x 4,352 in 34 tasks 112, in twelve 141.)
 constexpr double kUnlike = 0.25;
 
-/// Of what a task waits for memory, what no slow thread waits longer for: those that end before leave it more. (AMX, 16 threads
-/// that differ by a quarter to two fifths: without it products in at most 16 tasks were 2 to 8% too slow, more with few rows;
-/// with 0.6 and more, too few tasks are chosen.)
+/// Of what a task waits for memory, what no slow thread waits longer for: threads that end earlier leave it more. (AMX, 16
+/// threads that differ by a quarter to two fifths: without it products in at most 16 tasks were 2 to 8% too slow, more with few
+/// rows; with 0.3 some choices have too few tasks, with 0.5 more of them.)
 constexpr double kMemoryLeft = 0.2;
 
 /// The share of a piece of packing that is waited for at the end. (AMX, 16 threads: 0.2 to 0.5 with 48 to 50 pieces, 0.45 with
@@ -152,8 +152,9 @@ constexpr double kPieceWaited = 0.3;
 constexpr double kPackingBegins = 45;
 
 /// What each of so many tasks that read the same weights at the same time reads of them from memory, as long as these meet each
-/// weight once. (AMX, 16 threads, 32 rows, all of them together, GB/s where 1, 2, 4, 8 and 16 share their weights: direct 118,
-/// 149, 189, 212, 209, unpack 97, 109, 128, 152, 155.)
+/// weight once: by the fourth root of their number, which lies between both forms, and no less than eight tasks do. (AMX, 16
+/// threads, 32 rows, all of them together, GB/s where 1, 2, 4, 8 and 16 share their weights: direct 118, 149, 189, 212, 209,
+/// unpack 97, 109, 128, 152, 155.)
 double ReadByEach(double sharers) { return std::max(std::pow(sharers, -0.25), 0.6); }
 
 /// Sizes of one task, and where its operands are read from the first time.

@@ -122,7 +122,7 @@ def test_tasks_of_few_rows_that_share_weights_each_read_most_of_them_from_memory
     one = traffic(1)
     for tasks, each in ((2, 0.84), (4, 0.71), (8, 0.6), (16, 0.6)):
         assert traffic(tasks) == pytest.approx(tasks * each * one, rel=0.1)
-    # Those that come later read nothing.
+    # Those that come later read nothing from memory.
     assert traffic(40) == pytest.approx(traffic(16), rel=0.1)
     # Not where weights are in the last-level cache, of more rows, on two threads, or without a matrix unit.
     assert traffic(8, cached=True) < 0.1 * traffic(8)
