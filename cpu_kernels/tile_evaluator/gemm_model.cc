@@ -92,9 +92,9 @@ constexpr double kWithoutSlices = 2.4;
 constexpr double kWaitedForL3 = 0.5;
 
 /// Of what a matrix unit's unpack form reads from L3 the share that takes time: vectors unpack meanwhile. Not in calls that
-/// meet each weight once. (AMX, 16 threads, tasks of some 700 kinds with 40 rows and more, in eight runs, two of them of random
-/// shapes: with all of it, kinds that read more of L3 than others of the same product come out too slow, by 0.3 to 0.6 of its
-/// share; the most, as the factor of computing, fitted anew, takes part of it back.)
+/// meet each weight once. (AMX, 16 threads, tasks of some 700 kinds with 40 rows and more: with all of it, kinds that read more
+/// of L3 than others of the same product come out too slow, by 0.26 and 0.35 of its share in two runs of random shapes and by
+/// 0.3 to 0.65 in six of held-out ones; the most, as the factor of computing, fitted anew, takes part of it back.)
 constexpr double kUnpackL3 = 0.4;
 
 /// Of what tiles that another thread has packed take more than a thread's own what is waited for. (AMX, 16 threads, tasks of
