@@ -66,8 +66,8 @@ constexpr double kPassedOverlap = 6;
 constexpr std::int64_t kDirectPass = 8;
 
 /// Of the ring in which the unpack form meets a matrix unit's few rows: no better than what nothing prefetches. (AMX, 16
-/// threads, products with 1 to 32 rows, each in its turn among a hundred, against the same with 33 to 400: with 2.5, 17 to 32
-/// rows come out a fifth too fast, with 1.2 a tenth too slow where products of one shape follow each other.)
+/// threads. 200 random products, each in its turn among a hundred: with 2.5, 17 to 32 rows come out a fifth too fast beside
+/// those with more, and with 1.2 alike; but with 1.2 kinds of 152 others agree worse, 7.5 and 5.5% instead of 6.4 and 4.9%.)
 constexpr double kRingOverlap = 1.5;
 
 /// What the direct form for few rows takes to lay out a tile of activations, of what a superblock's panels take with it. (Zen
@@ -88,14 +88,9 @@ constexpr double kWithoutSlices = 2.4;
 
 /// Of what comes from L3 what a matrix unit waits for, the rest comes beside the products: its few registers load only so far
 /// ahead. (AMX, two threads, tasks that read less from L3 against more of the same products: 1,152 x 1,024 x 640, 384 rows and
-/// 192, 8 to 10% faster; four groups of 250 x 1,280 x 1,536, whole and half, 6%.)
+/// 192, 8 to 10% faster; 320 x 1,024 x 1,408, unpack, 768 columns and 256, 8 to 10%; four groups of 250 x 1,280 x 1,536, whole
+/// and half, 6%.)
 constexpr double kWaitedForL3 = 0.5;
-
-/// Of what a matrix unit's unpack form reads from L3 the share that takes time: vectors unpack meanwhile. Not in calls that
-/// meet each weight once. (AMX, 16 threads, tasks of some 700 kinds with 40 rows and more: with all of it, kinds that read more
-/// of L3 than others of the same product come out too slow, by 0.26 and 0.35 of its share in two runs of random shapes and by
-/// 0.3 to 0.65 in six of held-out ones; the most, as the factor of computing, fitted anew, takes part of it back.)
-constexpr double kUnpackL3 = 0.4;
 
 /// Of what tiles that another thread has packed take more than a thread's own what is waited for. (AMX, 16 threads, tasks of
 /// 680 kinds: 0.5 in the direct form, 0.3 in the other.)
@@ -140,8 +135,8 @@ struct TaskCost {
 constexpr double kUnlike = 0.25;
 
 /// Of what a task waits for memory, what no slow thread waits longer for: threads that end earlier leave it more. (AMX, 16
-/// threads that differ by a quarter to two fifths: without it products in at most 16 tasks were 2 to 8% too slow, more with few
-/// rows; with 0.3 some choices have too few tasks, with 0.5 more of them.)
+/// threads, 152 random products: without it 133 choices are within 5% of the fastest and 148 within 15%, with 0.2, 0.5 and 1 of
+/// it 136, 137 and 130, 151, 151 and 148.)
 constexpr double kMemoryLeft = 0.2;
 
 /// The share of a piece of packing that is waited for at the end. (AMX, 16 threads: 0.2 to 0.5 with 48 to 50 pieces, 0.45 with
@@ -536,8 +531,7 @@ TaskTime TimeOf(const TaskCost& cost, double flops, const GemmProblem& problem, 
                                    : kernel.overlap;
   const Overlap beside(overlap);
   const double busy = cells + (unit ? unpack : 0.0);
-  const double l3 = supply(MemoryLevel::kL3, machine.gbps[2]) * (unit && unpacks && !cost.once ? kUnpackL3 : 1.0);
-  const double waited = unit ? kWaitedForL3 * l3 : 0.0;
+  const double l3 = supply(MemoryLevel::kL3, machine.gbps[2]), waited = unit ? kWaitedForL3 * l3 : 0.0;
   const std::array<double, 3> powers = {beside.Power(busy), unit ? 0.0 : beside.Power(l2), beside.Power(l3 - waited)};
   const double sum = powers[0] + powers[1] + powers[2];
   const double by_itself = beside.Root(sum) + waited, computing = (cost.few                ? 1.0

@@ -61,8 +61,8 @@ struct MachineModel {
   /// To read a tile that another thread has packed, more than one of a thread's own; and to read the rows of one that is
   /// packed.
   double fetch_ns = 0;
-  /// What computing takes in a product of cells, over what its steps, unpacking, L2 and what counts of L3 take by themselves:
-  /// the direct form (and the other one in calls that meet each weight once, as that does), the unpack form.
+  /// What computing takes in a product of cells, over what its steps, unpacking, L2 and L3 take by themselves: the direct form
+  /// (and the other one in calls that meet each weight once, as that does), the unpack form.
   double direct_factor = 1, unpack_factor = 1;
   KernelFigures kernel;
 };

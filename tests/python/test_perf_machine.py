@@ -100,25 +100,6 @@ def test_a_slow_thread_computes_slowly():
     assert takes[True, 4] == pytest.approx(takes[True, 16])  # but for memory, beside others as by itself
 
 
-def test_vectors_unpack_while_l3_is_read():
-    """What comes from L3 takes most of its time in a matrix unit's direct form, where half of it is waited for, and
-    less than half of it in the unpack form."""
-    machine = dataclasses.replace(Machine.named("emr-16c"), direct_factor={1: 1.0}, unpack_factor={1: 1.0})
-    for form, least, most in (("direct", 0.5, 0.8), ("unpack", 0.35, 0.5)):
-        # Each thread has a task of all rows: its weights and the activations come from L3.
-        shape = GemmShape(m=256, k=1024, n=128 * 16, form=form, output="fp32", packed=True, cached=True)
-        depth = 256 if form == "unpack" else 1024
-        parts = (
-            GemmEvaluator(machine, 16, cache=False)
-            .estimate(shape, Configuration(form, 256, 128, 256, 128, depth, "columns"))
-            .parts
-        )
-        all_of_it = (
-            (256 + 128) * 1024 * 2 * 16 / machine.l3_gbps[16] * 1e-6
-        )  # the results go there as well, a sixth more
-        assert least * all_of_it < parts["l3"] < most * all_of_it
-
-
 def test_a_matrix_unit_waits_for_tiles_from_l2():
     machine = Machine.named("emr-16c")
     slow = dataclasses.replace(machine, l2_gbps={n: gbps / 2 for n, gbps in machine.l2_gbps.items()})

@@ -168,7 +168,7 @@ class Machine:
     """What computing takes in a product of cells in the direct form, over what its steps, L2 and L3 take by
     themselves."""
     unpack_factor: ByThreads
-    """The same in the unpack form, and of unpacking, too; of L3 what counts there."""
+    """The same in the unpack form, and of unpacking, too."""
     kernels: Mapping[str, Kernels]
 
     @property
