@@ -360,6 +360,19 @@ def test_a_group_counts_by_its_share_of_the_call() -> None:
     assert fit(start, measured).slot == pytest.approx(start.rates.slot, rel=0.1)
 
 
+def test_packing_has_a_rate_of_its_own() -> None:
+    """Few rows wait for weights while these are unpacked: a layer may take nothing for it, or all of it."""
+    told = model()
+    shape, rows = ExpertsShape(64, 768, 512, 2, 0), (2,) * 64
+    free, paid = (LayerModel(told.products, replace(told.rates, packing=rate)) for rate in (0.0, 1.0))
+    for way, phase in (("forward", "down"), ("backward", "gate_up_backward")):
+        work = told.work(shape, rows, backward=way == "backward")[phase]
+        less, more = (getattr(one, way)(shape, rows) for one in (free, paid))
+        assert work["packing"] > 0.1 * work["unpack"] > 0
+        assert more.phases[phase] - less.phases[phase] == pytest.approx(work["packing"])
+        assert more.milliseconds > less.milliseconds
+
+
 def test_layers_inside_of_a_model() -> None:
     shape, rows = ExpertsShape(24, 640, 288, 6, 16), (75,) * 24
     told = model()
@@ -458,6 +471,9 @@ def test_products_are_the_evaluators() -> None:
     products = Products(evaluator)
     product = products.thread_ms("direct", 64, 512, 1024)
     assert product.total == pytest.approx(expected) and product.stream == pytest.approx(answer.parts["dram"] / 4)
+    assert product.packing == pytest.approx(answer.parts["packing"] / 4) and product.packing > 0
+    half = product.scaled(0.5)
+    assert half.total == pytest.approx(expected / 2) and half.packing == pytest.approx(product.packing / 2)
     # What fits the cache is found there again, of more a part.
     shares = [resident_share(times) for times in (0.0, 1.0, 1.1, 1.5, 2.0, 3.0, 5.0, float("inf"))]
     assert shares[:2] == [1.0, 1.0] and shares[-2:] == [0.0, 0.0] and sorted(shares, reverse=True) == shares

@@ -268,6 +268,14 @@ def test_steps_take_turns_with_layers(
         return replace(calibration.fit_in_model(model, shape, repetitions, statistic), in_model=1.5)
 
     monkeypatch.setattr(check, "fit_in_model", fit_in_model)
+    runs: list[training_step.RecordedCall] = []
+    original = training_step.RecordedCall.run
+
+    def run(call: training_step.RecordedCall) -> None:
+        runs.append(call)
+        original(call)
+
+    monkeypatch.setattr(training_step.RecordedCall, "run", run)
     told: list[str] = []
     plan = check.CheckPlan(repetitions=5, recalibrate=True, parts=("layer", "step"), seconds=1.0, disturbed=True)
     document = check.run_check(2, plan, told.append)
@@ -281,6 +289,9 @@ def test_steps_take_turns_with_layers(
     ((shape, repetitions),) = fitted
     assert shape == ExpertsShape(32, 64, 32, 8, 16)
     assert [[len(calls) for calls in one] for one in repetitions] == [[4, 4]] * 5  # inside, and alone
+    # Alone, each of the two layers' calls comes behind itself.
+    assert len(runs) == 5 * 2 * 2 and all(one is other for one, other in zip(runs[::2], runs[1::2], strict=True))
+    assert all(one is not other for one, other in zip(runs[1::2], runs[2::2], strict=False))
     # What is kept is what the steps' turns said.
     kept = perf.LayerRates.of(described[0], 2)
     assert {name: getattr(kept, name) for name in perf.LayerRates.names()} == document["rates"]

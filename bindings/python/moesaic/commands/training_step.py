@@ -67,6 +67,12 @@ class RecordedCall:
     lora: Lora | Sequence[Lora] | None
     d_out: torch.Tensor | None = None
 
+    def run(self) -> None:
+        """Forward and backward."""
+        _, state = self.layer.forward(self.hidden, self.ids, self.weights, self.lora)
+        assert state is not None and self.d_out is not None  # saved, and recorded by a whole step
+        self.layer.backward(state, self.d_out)
+
 
 def build_model(sizes: Mapping[str, Any], rank: int) -> nn.Module:
     """A model with random weights in bf16, packed experts, and LoRA on attention and experts.

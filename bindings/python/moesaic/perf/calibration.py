@@ -243,13 +243,14 @@ def fit_in_model(
     statistic: Statistic = statistics.median,
 ) -> LayerRates:
     """The rates with `in_model` and `in_model_backward`: so many times as long the engine's calls take inside of a
-    training step as the same ones right after each other, but for what a call costs in both cases. 1 where a layer does
-    not fit the last-level cache, or takes no longer than a call costs.
+    training step as they do where nothing but the same call comes before them, but for what a call costs in both cases.
+    1 where a layer does not fit the last-level cache, or takes no longer than a call costs.
 
     Args:
         model: with all other rates fitted.
         shape: of each layer of the step.
-        repetitions: milliseconds of each call in a step, all forwards, then all backwards; and of the same ones alone.
+        repetitions: milliseconds of each call in a step, all forwards, then all backwards; and of the same ones, each
+            behind itself.
         statistic: what is taken of them.
     """
     rates = replace(model.rates, in_model=1.0, in_model_backward=1.0)

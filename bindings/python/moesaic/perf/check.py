@@ -302,8 +302,8 @@ def _layer(model: LayerModel, measured: MeasuredLayer) -> list[Pair]:
 class _Steps:
     """The experts inside of training steps, through transformers and PEFT: each call of the engine by the statistic of
     its own repetitions, for nobody leaves a host alone during a whole step. If the plan has steps, those of the model
-    of `make demo` are predicted. Another model's run in turn with them, and its calls alone, which `in_model` is fitted
-    to, if a layer of it fits the last-level cache.
+    of `make demo` are predicted. Another model's run in turn with them, and each of its calls behind the same, which
+    `in_model` is fitted to, if a layer of it fits the last-level cache.
 
     Raises:
         ImportError: transformers or PEFT is missing.
@@ -341,7 +341,10 @@ class _Steps:
         wanted = math.ceil(self._plan.repetitions * self._turn / TURNS)
         for _ in range(self._done, wanted):
             if (step := self._calibration) is not None:
-                self._of_calibration.append((behind_the_same(step.run), behind_the_same(step.run_alone)))
+                # In the order of the step: backwards begin with the last layer.
+                each = [behind_the_same(call.run) for call in step.calls]
+                alone = [forward for forward, _ in each] + [backward for _, backward in reversed(each)]
+                self._of_calibration.append((behind_the_same(step.run), alone))
             for _, step, runs in self._measured:
                 runs.append(behind_the_same(step.run))
         self._done = wanted

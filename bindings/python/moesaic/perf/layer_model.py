@@ -324,7 +324,13 @@ class _JobStages:
         k += self._parts * self._shape.padded_rank
         ms = self._products.thread_ms(form, self._job.rows, k, n, again=not self._job.first)
         tiles = ceil_div(self._job.rows, 16) * ceil_div(k, 32)
-        work = {form: ms.compute, f"{form}_stream": ms.stream, "cache": ms.cache, "handed": self._others * tiles}
+        work = {
+            form: ms.compute,
+            f"{form}_stream": ms.stream,
+            "cache": ms.cache,
+            "packing": ms.packing,
+            "handed": self._others * tiles,
+        }
         if self._job.first:
             work["cache_filled"] = ms.cache * self._products.filled
         if form == "unpack":

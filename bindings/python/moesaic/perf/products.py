@@ -51,7 +51,7 @@ class Evaluates(Protocol):
 class _NoTime:
     milliseconds: float = 0.0
     parts: Mapping[str, float] = field(
-        default_factory=lambda: {"scheduling": 0.0, "dispatch": 0.0, "dram": 0.0, "l3": 0.0}
+        default_factory=lambda: {"scheduling": 0.0, "dispatch": 0.0, "dram": 0.0, "l3": 0.0, "packing": 0.0}
     )
     bound: str = "dispatch"
 
@@ -98,20 +98,21 @@ _EACH_THREAD = 4  # groups in a question: enough that scheduling plays no part, 
 @dataclass(frozen=True)
 class ProductMs:
     """Thread milliseconds of a product: what reading from memory takes of it, what reading from the last-level cache
-    takes, and everything else."""
+    takes, what unpacking weights and storing results takes, and everything else."""
 
     compute: float
     stream: float
     cache: float
+    packing: float
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.compute + self.stream + self.cache
+        return self.compute + self.stream + self.cache + self.packing
 
     def scaled(self, factor: float) -> ProductMs:
         """So many times as much."""
-        return ProductMs(self.compute * factor, self.stream * factor, self.cache * factor)
+        return ProductMs(self.compute * factor, self.stream * factor, self.cache * factor, self.packing * factor)
 
     def towards(self, other: ProductMs, share: float) -> ProductMs:
         """Between the two: this one at share 0, the other one at 1."""
@@ -119,6 +120,7 @@ class ProductMs:
             self.compute + (other.compute - self.compute) * share,
             self.stream + (other.stream - self.stream) * share,
             self.cache + (other.cache - self.cache) * share,
+            self.packing + (other.packing - self.packing) * share,
         )
 
 
@@ -219,8 +221,9 @@ class Products:
         groups = _EACH_THREAD * self.threads
         answer = self.evaluator.evaluate(shape_of(form, rows, k, n, groups, cached=cached))
         parts, scale = answer.parts, self.threads / groups
-        compute = answer.milliseconds - parts["scheduling"] - parts["dispatch"] - parts["dram"] - parts["l3"]
-        return ProductMs(compute * scale, parts["dram"] * scale, parts["l3"] * scale)
+        stream, cache, packing = (parts[name] * scale for name in ("dram", "l3", "packing"))
+        whole = (answer.milliseconds - parts["scheduling"] - parts["dispatch"]) * scale
+        return ProductMs(whole - stream - cache - packing, stream, cache, packing)
 
 
 def resident_share(times: float) -> float:

@@ -17,7 +17,7 @@ from moesaic.perf.machine import Machine, at_threads, host_key
 __all__ = ["LayerRates", "rates_path"]
 
 SCHEMA = 1
-_MULTIPLES = ("direct", "unpack", "direct_stream", "unpack_stream", "cache", "cache_filled", "low")
+_MULTIPLES = ("direct", "unpack", "direct_stream", "unpack_stream", "cache", "cache_filled", "packing", "low")
 _MICROSECONDS = ("task", "call", "call_backward", "python", "python_backward")
 
 
@@ -35,7 +35,9 @@ class LayerRates:
         direct, unpack: products with base weights, as multiples of what the tile evaluator says, but for
         direct_stream, unpack_stream: what it says that reading from memory takes of them, and
         cache: from the last-level cache, and
-        cache_filled: so many times as much more, where the weights fill all that they may use of that cache.
+        cache_filled: so many times as much more, where the weights fill all that they may use of that cache, and
+        packing: unpacking weights and storing results: a layer unpacks while it waits for the next weights, and its
+            sums stay in the cache of their thread.
         low: products with adapters and of their gradients, as multiples of the time at the compute ceiling, and
         low_block: ns for 32 of H or I of a job besides.
         pack: ns for an element of a row that is gathered, rounded and laid out as tiles, and
@@ -73,6 +75,7 @@ class LayerRates:
     unpack_stream: float
     cache: float
     cache_filled: float
+    packing: float
     low: float
     low_block: float
     pack: float
@@ -126,6 +129,7 @@ class LayerRates:
             unpack_stream=1.0,
             cache=1.0,
             cache_filled=0.2,  # as pack_job: a 16-core AMX host (docs/PREDICTIONS.md)
+            packing=0.1,  # calibrations found 0 to 0.07 (16 AMX threads)
             low=4.0,
             low_block=100.0,
             pack=max(1.5 * pack, 2 * memory),
