@@ -30,6 +30,7 @@ from moesaic.perf.calibration import (
     fit_in_model,
     measure_layer,
     measure_layers,
+    settle,
 )
 from moesaic.perf.layer_model import ExpertsShape, LayerModel, adapters_in_place, job_slots
 from moesaic.perf.layer_plan import Cut, JobCut, Stage, cut_jobs, run_jobs
@@ -393,8 +394,8 @@ def test_layers_inside_of_a_model() -> None:
     of_call = {
         way: getattr(LayerModel(products, rates), way)(shape, rows).milliseconds for way in ("forward", "backward")
     }
-    alone_ms = [of_call["forward"] - 0.05] * 8 + [of_call["backward"] - 0.04] * 8
-    inside = [0.03 + 1.25 * (ms - 0.03) for ms in alone_ms[:8]] + [0.05 + 1.5 * (ms - 0.05) for ms in alone_ms[8:]]
+    alone_ms = [of_call["forward"]] * 8 + [of_call["backward"]] * 8
+    inside = [0.03 + 1.25 * (ms - 0.08) for ms in alone_ms[:8]] + [0.05 + 1.5 * (ms - 0.09) for ms in alone_ms[8:]]
     turns = [(inside, alone_ms), ([9.0] * 16, [9.0] * 16), (inside, alone_ms)]
     found = fit_in_model(LayerModel(told.products, rates), shape, turns)
     assert found.in_model == pytest.approx(1.25) and found.in_model_backward == pytest.approx(1.5)
@@ -532,15 +533,14 @@ def test_cases_take_turns_and_share_weights(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("ms", "count"), [(0.25, 8), (1.5, 2), (20.0, 1)])
-def test_layers_settle_before_they_are_timed(monkeypatch: pytest.MonkeyPatch, ms: float, count: int) -> None:
+def test_calls_settle_before_they_are_timed(ms: float, count: int) -> None:
     calls = []
 
-    def call(run: LayerRun) -> tuple[float, float]:
-        calls.append(run)
+    def call() -> tuple[float, float]:
+        calls.append(ms)
         return ms, 2 * ms
 
-    monkeypatch.setattr(LayerRun, "call", call)
-    object.__new__(LayerRun).settle()
+    settle(call)
     assert len(calls) == count
 
 

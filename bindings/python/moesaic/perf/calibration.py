@@ -32,6 +32,7 @@ __all__ = [
     "fit_in_model",
     "measure_layer",
     "measure_layers",
+    "settle",
 ]
 
 Statistic = Callable[[Sequence[float]], float]
@@ -196,14 +197,6 @@ class LayerRun:
         self._layer.backward(saved, self._d_out)
         return (middle - start) * 1e-6, (_core.clock_ns() - middle) * 1e-6
 
-    def settle(self) -> None:
-        """Calls until everything is where it is from call to call."""
-        spent = 0.0
-        for _ in range(_SETTLED_CALLS):
-            spent += sum(self.call())
-            if spent >= _SETTLED_MS:
-                break
-
     def profiled(self) -> tuple[float, dict[str, float], list[float]]:
         """Milliseconds of forward and backward, thread milliseconds of each group of phases, and milliseconds of
         forward and backward outside of the engine."""
@@ -219,6 +212,15 @@ class LayerRun:
             by_name[row["name"]] = by_name.get(row["name"], 0.0) + row["thread_ms"]
         groups = {group: sum(by_name.get(name, 0.0) for name in names) for group, names in _TIMERS.items()}
         return whole, groups, python
+
+
+def settle(call: Callable[[], tuple[float, float]]) -> None:
+    """Calls, which say their milliseconds, until everything is where it is from call to call."""
+    spent = 0.0
+    for _ in range(_SETTLED_CALLS):
+        spent += sum(call())
+        if spent >= _SETTLED_MS:
+            break
 
 
 def make_run(case: LayerCase, layers: dict[tuple[int, int, int], moesaic.ExpertsLayer]) -> LayerRun:
@@ -243,14 +245,14 @@ def fit_in_model(
     statistic: Statistic = statistics.median,
 ) -> LayerRates:
     """The rates with `in_model` and `in_model_backward`: so many times as long the engine's calls take inside of a
-    training step as they do where nothing but the same call comes before them, but for what a call costs in both cases.
-    1 where a layer does not fit the last-level cache, or takes no longer than a call costs.
+    training step as they do right after themselves, but for what a call costs in both cases. 1 where a layer does not
+    fit the last-level cache, or takes no longer than a call costs.
 
     Args:
         model: with all other rates fitted.
         shape: of each layer of the step.
-        repetitions: milliseconds of each call in a step, all forwards, then all backwards; and of the same ones, each
-            behind itself.
+        repetitions: milliseconds of each call in a step, all forwards, then all backwards, without Python; and of the
+            same ones, each right after itself, with it.
         statistic: what is taken of them.
     """
     rates = replace(model.rates, in_model=1.0, in_model_backward=1.0)
@@ -262,8 +264,9 @@ def fit_in_model(
     count = len(inside) // 2
     found: dict[str, float] = {}
     for suffix, calls in (("", slice(count)), ("_backward", slice(count, None))):
-        of_calls = count * (rates.unit_ms(f"call{suffix}") - rates.unit_ms(f"python{suffix}"))
-        in_step, by_themselves = sum(inside[calls]) - of_calls, sum(alone_ms[calls]) - of_calls
+        call, python = rates.unit_ms(f"call{suffix}"), rates.unit_ms(f"python{suffix}")
+        in_step = sum(inside[calls]) - count * (call - python)
+        by_themselves = sum(alone_ms[calls]) - count * call
         if min(in_step, by_themselves) > 0.0:
             found[f"in_model{suffix}"] = in_step / by_themselves
     return replace(rates, **found)
@@ -302,7 +305,7 @@ def measure_layers(
         for run, times, phases in zip(runs, timed, profiled, strict=True):
             progress(f"turn {turn + 1} of {TURNS}: {run.case}")
             if any(some.wants(turn) for some in (times, phases)):
-                run.settle()
+                settle(run.call)
             for some in (times, phases):
                 some.turn(turn, undisturbed, seconds / TURNS)
         after_turn()
