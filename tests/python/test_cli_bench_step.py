@@ -92,6 +92,9 @@ def test_a_step_and_its_calls_alone():
     assert torch.allclose(gradient, 1.5 * twice, rtol=1e-2)
     alone = training_step.engine_calls_ms(step.run_alone)
     assert len(alone) == 4 and min(alone) > 0
+    start = moesaic._core.clock_ns()
+    whole = step.run_alone()  # of each call, with Python, and nothing else
+    assert len(whole) == 4 and min(whole) > 0 and sum(whole) <= (moesaic._core.clock_ns() - start) * 1e-6
 
 
 def test_without_transformers(capsys, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import subprocess
@@ -269,14 +268,15 @@ def test_steps_take_turns_with_layers(
         return replace(calibration.fit_in_model(model, shape, repetitions, statistic), in_model=1.5)
 
     monkeypatch.setattr(check, "fit_in_model", fit_in_model)
-    runs: list[training_step.RecordedCall] = []
-    original = training_step.RecordedCall.run
+    told_alone: list[list[float]] = []
 
-    def run(call: training_step.RecordedCall) -> tuple[float, float]:
-        runs.append(call)
-        return original(call)
+    def run_alone(step: training_step.TrainingStep) -> list[float]:
+        original(step)
+        told_alone.append([float(len(told_alone))] * 2 * len(step.calls))
+        return told_alone[-1]
 
-    monkeypatch.setattr(training_step.RecordedCall, "run", run)
+    original = training_step.TrainingStep.run_alone
+    monkeypatch.setattr(training_step.TrainingStep, "run_alone", run_alone)
     told: list[str] = []
     plan = check.CheckPlan(repetitions=5, recalibrate=True, parts=("layer", "step"), seconds=1.0, disturbed=True)
     document = check.run_check(2, plan, told.append)
@@ -290,9 +290,8 @@ def test_steps_take_turns_with_layers(
     ((shape, repetitions),) = fitted
     assert shape == ExpertsShape(32, 64, 32, 8, 16)
     assert [[len(calls) for calls in one] for one in repetitions] == [[4, 4]] * 5  # inside, and alone
-    # Alone, each of the two layers' calls comes right after itself.
-    in_a_row = [len(list(same)) for _, same in itertools.groupby(runs, key=id)]
-    assert len(in_a_row) == 5 * 2 and min(in_a_row) > 1
+    # Every other run of the calls alone is there for the next one.
+    assert [alone for _, alone in repetitions] == told_alone[1::2] and len(told_alone) == 10
     # What is kept is what the steps' turns said.
     kept = perf.LayerRates.of(described[0], 2)
     assert {name: getattr(kept, name) for name in perf.LayerRates.names()} == document["rates"]

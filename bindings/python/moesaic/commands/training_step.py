@@ -4,6 +4,7 @@ a step makes them, alone, or replaced."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,17 +68,6 @@ class RecordedCall:
     lora: Lora | Sequence[Lora] | None
     d_out: torch.Tensor | None = None
 
-    def run(self) -> tuple[float, float]:
-        """Milliseconds of forward and backward, Python included."""
-        from moesaic import _core
-
-        start = _core.clock_ns()
-        _, state = self.layer.forward(self.hidden, self.ids, self.weights, self.lora)
-        middle = _core.clock_ns()
-        assert state is not None and self.d_out is not None  # saved, and recorded by a whole step
-        self.layer.backward(state, self.d_out)
-        return (middle - start) * 1e-6, (_core.clock_ns() - middle) * 1e-6
-
 
 def build_model(sizes: Mapping[str, Any], rank: int) -> nn.Module:
     """A model with random weights in bf16, packed experts, and LoRA on attention and experts.
@@ -134,12 +124,20 @@ class TrainingStep:
         """The step."""
         self._model(input_ids=self._ids, labels=self._ids).loss.backward()
 
-    def run_alone(self) -> None:
-        """Its calls without anything between them: all forwards, then all backwards, last layer first."""
-        saved = [call.layer.forward(call.hidden, call.ids, call.weights, call.lora)[1] for call in self.calls]
+    def run_alone(self) -> list[float]:
+        """Its calls without anything between them: all forwards, then all backwards, last layer first. Milliseconds of
+        each, Python included."""
+        from moesaic import _core
+
+        saved, ends = [], [_core.clock_ns()]
+        for call in self.calls:
+            saved.append(call.layer.forward(call.hidden, call.ids, call.weights, call.lora)[1])
+            ends.append(_core.clock_ns())
         for call, state in zip(reversed(self.calls), reversed(saved), strict=True):
             assert state is not None and call.d_out is not None  # saved, and recorded by a whole step
             call.layer.backward(state, call.d_out)
+            ends.append(_core.clock_ns())
+        return [(end - begin) * 1e-6 for begin, end in itertools.pairwise(ends)]
 
 
 def engine_calls_ms(step: Callable[[], object]) -> list[float]:

@@ -32,7 +32,6 @@ __all__ = [
     "fit_in_model",
     "measure_layer",
     "measure_layers",
-    "settle",
 ]
 
 Statistic = Callable[[Sequence[float]], float]
@@ -197,6 +196,14 @@ class LayerRun:
         self._layer.backward(saved, self._d_out)
         return (middle - start) * 1e-6, (_core.clock_ns() - middle) * 1e-6
 
+    def settle(self) -> None:
+        """Calls until everything is where it is from call to call."""
+        spent = 0.0
+        for _ in range(_SETTLED_CALLS):
+            spent += sum(self.call())
+            if spent >= _SETTLED_MS:
+                break
+
     def profiled(self) -> tuple[float, dict[str, float], list[float]]:
         """Milliseconds of forward and backward, thread milliseconds of each group of phases, and milliseconds of
         forward and backward outside of the engine."""
@@ -212,15 +219,6 @@ class LayerRun:
             by_name[row["name"]] = by_name.get(row["name"], 0.0) + row["thread_ms"]
         groups = {group: sum(by_name.get(name, 0.0) for name in names) for group, names in _TIMERS.items()}
         return whole, groups, python
-
-
-def settle(call: Callable[[], tuple[float, float]]) -> None:
-    """Calls, which say their milliseconds, until everything is where it is from call to call."""
-    spent = 0.0
-    for _ in range(_SETTLED_CALLS):
-        spent += sum(call())
-        if spent >= _SETTLED_MS:
-            break
 
 
 def make_run(case: LayerCase, layers: dict[tuple[int, int, int], moesaic.ExpertsLayer]) -> LayerRun:
@@ -244,15 +242,16 @@ def fit_in_model(
     repetitions: Sequence[tuple[Sequence[float], Sequence[float]]],
     statistic: Statistic = statistics.median,
 ) -> LayerRates:
-    """The rates with `in_model` and `in_model_backward`: so many times as long the engine's calls take inside of a
-    training step as they do right after themselves, but for what a call costs in both cases. 1 where a layer does not
-    fit the last-level cache, or takes no longer than a call costs.
+    """The rates with `in_model` and `in_model_backward`: so many times as long calls take inside of a training step as
+    the same ones right after each other, apart from what a call costs: `call` without `python` in the step, where the
+    engine alone is timed, and all of `call` outside. 1 where a layer does not fit the last-level cache, or takes no
+    longer than a call costs.
 
     Args:
         model: with all other rates fitted.
         shape: of each layer of the step.
         repetitions: milliseconds of each call in a step, all forwards, then all backwards, without Python; and of the
-            same ones, each right after itself, with it.
+            same ones alone, with it.
         statistic: what is taken of them.
     """
     rates = replace(model.rates, in_model=1.0, in_model_backward=1.0)
@@ -305,7 +304,7 @@ def measure_layers(
         for run, times, phases in zip(runs, timed, profiled, strict=True):
             progress(f"turn {turn + 1} of {TURNS}: {run.case}")
             if any(some.wants(turn) for some in (times, phases)):
-                settle(run.call)
+                run.settle()
             for some in (times, phases):
                 some.turn(turn, undisturbed, seconds / TURNS)
         after_turn()

@@ -22,7 +22,6 @@ from moesaic.perf.calibration import (
     fit_in_model,
     measure_layers,
     sentinel,
-    settle,
 )
 from moesaic.perf.gemm_evaluator import GemmEvaluator
 from moesaic.perf.layer_model import ExpertsShape, LayerModel
@@ -303,8 +302,8 @@ def _layer(model: LayerModel, measured: MeasuredLayer) -> list[Pair]:
 class _Steps:
     """The experts inside of training steps, through transformers and PEFT: each call of the engine by the statistic of
     its own repetitions, for nobody leaves a host alone during a whole step. If the plan has steps, those of the model
-    of `make demo` are predicted. Another model's run in turn with them, and each of its calls right after itself, which
-    `in_model` is fitted to, if a layer of it fits the last-level cache.
+    of `make demo` are predicted. Another model's run in turn with them, and its calls alone: `in_model` is fitted to
+    both, if a layer of it fits the last-level cache.
 
     Raises:
         ImportError: transformers or PEFT is missing.
@@ -339,17 +338,12 @@ class _Steps:
             run()
             return engine_calls_ms(run)
 
-        def settled(call: RecordedCall) -> tuple[float, float]:
-            settle(call.run)
-            return call.run()
-
         wanted = math.ceil(self._plan.repetitions * self._turn / TURNS)
         for _ in range(self._done, wanted):
             if (step := self._calibration) is not None:
-                each = [settled(call) for call in step.calls]
-                # In the order of the step: backwards begin with the last layer.
-                alone = [forward for forward, _ in each] + [backward for _, backward in reversed(each)]
-                self._of_calibration.append((behind_the_same(step.run), alone))
+                inside = behind_the_same(step.run)
+                step.run_alone()
+                self._of_calibration.append((inside, step.run_alone()))
             for _, step, runs in self._measured:
                 runs.append(behind_the_same(step.run))
         self._done = wanted

@@ -36,8 +36,8 @@ class LayerRates:
         direct_stream, unpack_stream: what it says that reading from memory takes of them, and
         cache: from the last-level cache, and
         cache_filled: so many times as much more, where the weights fill all that they may use of that cache, and
-        packing: unpacking weights and storing results: a layer unpacks while it waits for the next weights, and its
-            sums stay in the cache of their thread.
+        packing: unpacking weights and storing results. A matrix unit's layers unpack while they wait for the next
+            weights, and sums stay in the cache of their thread, so little of it is left there.
         low: products with adapters and of their gradients, as multiples of the time at the compute ceiling, and
         low_block: ns for 32 of H or I of a job besides.
         pack: ns for an element of a row that is gathered, rounded and laid out as tiles, and
@@ -122,14 +122,15 @@ class LayerRates:
         memory = threads / figures["gbps"][3]  # ns of a thread for a byte, while all of them read
         return LayerRates(
             # Divided by the factor that the evaluator's answers hold already; between what calibrations found on two
-            # Zen 4 cores (1.0 and 1.04) and on 16 AMX threads (0.6 and 0.35).
+            # Zen 4 cores (1.0 and 1.04) and on 16 AMX threads (0.7 to 0.9 and 0.6 to 0.7).
             direct=0.85 / figures["direct_factor"],
             unpack=0.75 / figures["unpack_factor"],
             direct_stream=0.9,
             unpack_stream=1.0,
             cache=1.0,
             cache_filled=0.2,  # as pack_job: a 16-core AMX host (docs/PREDICTIONS.md)
-            packing=0.1,  # calibrations found 0 to 0.07 (16 AMX threads)
+            # A matrix unit's layers unpack while they wait for weights: calibrations found 0 to 0.16 (16 AMX threads).
+            packing=0.1 if figures["unpack_overlaps"] else 0.75 / figures["unpack_factor"],
             low=4.0,
             low_block=100.0,
             pack=max(1.5 * pack, 2 * memory),
