@@ -362,6 +362,12 @@ def test_a_group_counts_by_its_share_of_the_call() -> None:
     assert fit(start, measured).slot == pytest.approx(start.rates.slot, rel=0.1)
 
 
+def test_only_a_matrix_unit_unpacks_for_next_to_nothing() -> None:
+    unit, vectors = (LayerRates.derived(Machine.named(name), 2) for name in ("emr-16c", "zen5-2c"))
+    assert unit.packing < 0.2 * unit.unpack
+    assert vectors.packing == vectors.unpack
+
+
 def test_packing_has_a_rate_of_its_own() -> None:
     """Few rows wait for weights while these are unpacked: a layer may take nothing for it, or all of it."""
     told = model()

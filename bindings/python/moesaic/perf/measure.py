@@ -48,8 +48,8 @@ _STREAM_K, _STREAM_N = 2048, 512
 _FEW_ROWS = (1, 4, 8)
 """With which the forms for few rows are tried on weights from memory."""
 _RATE_STEPS = range(-15, 100)
-"""Of 2%, by which the rate of weights may be below that of the memory, or above. (16 AMX threads, which the most
-keeps from more: 0.92 to 0.98 times in the direct form, 1.35 in the other.)"""
+"""Of 2%, by which the rate of weights may be above that of the memory, 1.35 times at most, or below. (16 AMX threads,
+eight descriptions: 0.89 to 0.98 times in the direct form, that most in the other.)"""
 _COARSE = 8
 """Of these steps between two that are tried first."""
 _FEWEST_OF_CELLS = 64

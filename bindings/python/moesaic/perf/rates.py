@@ -153,7 +153,8 @@ class LayerRates:
             # and not by all at once as in a product: in about half of the time (16 AMX threads).
             handed=max(at_threads(machine.fetch_ns, threads), 1.0),
             claimed=max(at_threads(machine.claim_ns, threads) * 0.5, 1.0),
-            result=4 * memory,  # bf16; calibrations found 0.11 ns where this is 0.24 and 0.46 to 0.48 where it is 0.4
+            # bf16. Calibrations found 0.11 ns where this is 0.24, and 0.2 to 0.4 where it is 0.4 to 0.5.
+            result=4 * memory,
             slot=15.0,
             task=figures["task_us"],
             call=figures["job_us"] + 20.0,
