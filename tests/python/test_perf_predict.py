@@ -125,6 +125,8 @@ def test_one_product(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--linear", "4096"], "argument --model"),
         (["--check"], "argument --model: not with --check"),
         (["--calibrate"], "argument --model: not with --check or --calibrate"),
+        (["--seconds", "0"], "argument --seconds: '0' is not a number of seconds"),
+        (["--seconds", "nan"], "argument --seconds: 'nan'"),
     ],
 )
 def test_bad_arguments_are_named(
@@ -222,7 +224,7 @@ def test_check_compares_what_it_runs(
         assert pair["error"] == pytest.approx(pair["predicted_ms"] / pair["measured_ms"] - 1)
     # What others disturb says nothing, and a check that could run nothing does not hold.
     disturbed = True
-    assert main(["predict", "--check", "--json", "--reps", "2", "--only", "gemm", "--seconds", "1"]) == 1
+    assert main(["predict", "--check", "--json", "--reps", "2", "--only", "gemm", "--seconds", "0.5"]) == 1
     nothing = json.loads(capsys.readouterr().out)
     assert nothing["pairs"] == [] and nothing["left_out"]["gemm"].startswith("2 of 2 shapes")
     # Where nobody is ever left alone, all of it counts.

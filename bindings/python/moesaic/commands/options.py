@@ -27,6 +27,17 @@ def non_negative(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """A time above 0, a day at most."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 86400:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0, 86400 at most")
+    return value
+
+
 def rank(text: str) -> int:
     """A LoRA rank; 0: without."""
     if not text.isdecimal() or int(text) > 256:

@@ -85,7 +85,7 @@ def add_parser(commands: Any) -> None:
     check.add_argument("--only", choices=("gemm", "layer", "step"), action="append", help="only these parts")
     check.add_argument("--reps", type=options.positive, default=25, metavar="R", help="repetitions (default 25)")
     check.add_argument(
-        "--seconds", type=options.positive, default=12, metavar="S", help="for a case to be undisturbed in (default 12)"
+        "--seconds", type=options.seconds, default=12, metavar="S", help="for a case to be undisturbed in (default 12)"
     )
     check.add_argument(
         "--statistic",
