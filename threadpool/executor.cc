@@ -11,9 +11,9 @@
 namespace moesaic::threadpool {
 namespace {
 
-// A wake-up costs the waker about two microseconds and the sleeper twenty to ninety, which is what each level of a tree of
-// wake-ups takes: so one lane wakes many, and where there are more, those who were woken and see work wake the rest. (16
-// threads of a virtual machine, until all are up: 180 us two at a time, 130 four, 120 eight, 100 all at once.)
+// A wake-up costs the waker two microseconds (on some guests twenty) and the sleeper twenty to ninety, which is what each level
+// of a tree of wake-ups takes: so one lane wakes many, and where there are more, those who were woken and see work wake the
+// rest. (16 threads of a virtual machine, until all are up: 180 us two at a time, 130 four, 120 eight, 100 all at once.)
 constexpr std::int64_t kWakesAtOnce = 16;
 
 // Looks in vain, each with a pause and some 0.1 to 0.5 us long, before a lane takes work from another node: longer than lanes
