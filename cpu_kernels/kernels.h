@@ -35,16 +35,23 @@ struct PrefetchRange {
   std::int64_t lines = 0;
 };
 
+/// What a direct GEMM multiplies, and where its sums go.
+struct DirectProduct {
+  std::span<const GemmSegment> segments;  ///< weights stored, activations pairs; equal numbers of columns
+  float* c = nullptr;                     ///< [16 panels][ldc], 64-byte aligned rows
+  bool accumulate = false;                ///< start from C instead of 0
+};
+
 /// Direct form: the contraction runs along the columns of the weights.
 ///   C[i][t] (+)= sum over segments, k:  weights[16 first_panel + i][k] * activations[t][k]
-struct DirectGemmArgs {
-  std::span<const GemmSegment> segments;  ///< weights stored, activations pairs; equal numbers of columns
+struct DirectGemmArgs : DirectProduct {
+  /// Other weights for the same activations, as up has those of gate: as many segments, each of as many columns, and the same
+  /// panels of them. A matrix unit then brings each slice of the activations near once for both. No segments: none.
+  DirectProduct twin;
   std::int64_t first_panel = 0;
   std::int64_t panels = 0;             ///< rows of C / 16
   std::int64_t activation_panels = 0;  ///< columns of C / 16
-  float* c = nullptr;                  ///< [16 panels][ldc], 64-byte aligned rows
   std::int64_t ldc = 0;                ///< elements, a multiple of 16
-  bool accumulate = false;             ///< start from C instead of 0
   std::int64_t row_count = 0;          ///< 1 to KernelTier::most_stored_rows: activations are stored tiles, of which so many
                                        ///< rows count; columns of C beyond, up to a multiple of 16, are given 0
   BFloat16* scratch = nullptr;         ///< DirectScratchElements(...), 64-byte aligned: decoded weights; null for bf16

@@ -30,6 +30,16 @@ template <class Cell>
 void Direct(const DirectGemmArgs& args) {
   if constexpr (!std::is_void_v<typename Cell::Product>) {
     using Product = typename Cell::Product;
+    if (args.row_count > 0 && !args.twin.segments.empty()) {
+      DirectGemmArgs one = args;
+      one.twin = {};
+      const TileMatrix& then = args.twin.segments[0].weights;
+      one.prefetch = {then, args.first_panel, args.panels, 0, then.columns};
+      Direct<Cell>(one);
+      static_cast<DirectProduct&>(one) = args.twin;
+      one.prefetch = args.prefetch;
+      return Direct<Cell>(one);
+    }
     if constexpr (Product::kMostStored > Product::kMostInParts) {
       if (args.row_count > Product::kMostInParts) return DirectInRegisters<Product>(args);
     }

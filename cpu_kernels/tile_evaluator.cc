@@ -88,7 +88,8 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   blocking.tokens_per_merge = TokensPerMerge(query.tokens, query.threads);
   // Every step is timed: four blocks together open a quarter of the ranges.
   const std::int64_t step_bytes = query.matrix_unit ? kMostStepBytes : kStepBytes;
-  blocking.blocks_per_step = std::clamp<std::int64_t>(step_bytes / (256 * std::max<std::int64_t>(query.rows, 1)), 1, 4);
+  blocking.blocks_per_step = std::clamp<std::int64_t>(step_bytes / (256 * std::max<std::int64_t>(query.rows, 1)), 1,
+                                                      query.matrix_unit ? kMostStepBlocks : kStepBlocks);
   const std::int64_t gradient_bytes = std::min(kGradientBytes, HostCaches().l2 / 8);
   blocking.gradient_columns = std::clamp<std::int64_t>(
       gradient_bytes / (64 * CeilDivide(std::max<std::int64_t>(query.rows, 1), 32) * 32), 4, kMostGradientColumns);

@@ -78,9 +78,11 @@ std::int64_t LoraTaskElements(std::int64_t parameters, int threads);
 /// Rows of I in the smallest task, and in one partial sum of the routing weights' gradient.
 inline constexpr std::int64_t kIntermediateUnit = 128;
 
-/// Bytes of the sums of a step's blocks, gate and up, where those are several. More with slices of the contraction: a slice of
-/// the activations stays in L2 while all blocks pass by.
-inline constexpr std::int64_t kStepBytes = std::int64_t{64} << 10, kMostStepBytes = std::int64_t{256} << 10;
+/// Bytes of the sums of a step's blocks, gate and up, where those are several, and blocks at most. More with slices of the
+/// contraction: a slice of the activations stays in L2 while all blocks pass by, and where all slices do not, each step brings
+/// them once more. (16 AMX threads, H 4,096, 128 rows: half of both takes up to a tenth longer.)
+inline constexpr std::int64_t kStepBytes = std::int64_t{64} << 10, kMostStepBytes = std::int64_t{512} << 10;
+inline constexpr std::int64_t kStepBlocks = 4, kMostStepBlocks = 8;
 
 /// Blocking::gradient_columns, and bytes of their row pairs, at most: an eighth of L2. A row's piece of many columns is fetched
 /// ahead, one of 256 bytes hardly: with 64 rows and 4 columns packing took three times as long, with 256 rows twice.

@@ -226,11 +226,7 @@ class ForwardPass : public Pass {
         gemm.segments = gate_segments;
         gemm.c = gate_sums;
         gemm.accumulate = gate_started;
-        gemm.prefetch = {up, gemm.first_panel, gemm.panels, 0, up.columns};
-        kernels.direct_gemm(gemm);
-        gemm.segments = up_segments;
-        gemm.c = up_sums;
-        gemm.accumulate = up_started;
+        gemm.twin = {up_segments, up_sums, up_started};
         gemm.prefetch = {};
         if (end < blocks.end) gemm.prefetch = {gate, 2 * end, gate.panels - 2 * end, 0, gate.columns};
         kernels.direct_gemm(gemm);

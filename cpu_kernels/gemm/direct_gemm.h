@@ -10,7 +10,7 @@ namespace {
 
 /// Tiles [begin, end) of a segment's contraction.
 struct SlicePart {
-  const GemmSegment* segment;
+  std::size_t segment;  ///< of a product's
   std::int64_t begin, end;
 };
 
@@ -39,7 +39,7 @@ class DirectSlices {
       std::int64_t tiles = rest < depth_ ? rest : depth_;
       if (tiles > room) tiles = room;
       if (tiles == 0) return;
-      parts_[count_++] = {&segments_[segment_], begin, begin + tiles};
+      parts_[count_++] = {segment_, begin, begin + tiles};
       size_ += tiles;
       left_ -= tiles;
       begin_ += tiles;
@@ -61,16 +61,17 @@ class DirectSlices {
   SlicePart parts_[kMaxParts];
 };
 
-/// What a cell multiplies: `na` panels of the weights from `panel` on, along a slice, with the first panels of the activations.
+/// What a cell multiplies: `na` panels of a product's weights from `panel` on, along a slice, with the first panels of the
+/// activations.
 struct DirectRuns {
   CellRun runs[kMaxRuns];
   int count = 0, most_right;
 
-  DirectRuns(const DirectGemmArgs& args, std::span<const SlicePart> parts, std::int64_t panel, int na, int nb)
+  DirectRuns(const DirectProduct& product, std::span<const SlicePart> parts, std::int64_t panel, int na, int nb,
+             BFloat16* decoded)
       : most_right(nb) {
-    BFloat16* decoded = args.scratch;
     for (const SlicePart& part : parts) {
-      const TileMatrix &weights = part.segment->weights, &activations = part.segment->activations;
+      const auto& [weights, activations] = product.segments[part.segment];
       for (std::int64_t k = part.begin; k < part.end;) {
         CellRun& run = runs[count++];
         for (int a = 0; a < na; ++a) {
@@ -95,18 +96,18 @@ struct DirectRuns {
   }
 };
 
-/// The first piece of the part of a slice that comes next, `panel` and more up to `most_panels` along `most_columns`; or, where
-/// there is none, of what the next call begins with.
-inline WeightsAhead PieceAhead(const DirectGemmArgs& args, std::span<const SlicePart> next, std::int64_t panel,
-                               std::int64_t most_panels, std::int64_t most_columns) {
+/// The first piece of the part of a slice that comes next, `panel` of a product and more up to `most_panels` along
+/// `most_columns`; or, where there is none, of what the next call begins with.
+inline WeightsAhead PieceAhead(const DirectGemmArgs& args, const DirectProduct& product, std::span<const SlicePart> next,
+                               std::int64_t panel, std::int64_t most_panels, std::int64_t most_columns) {
   if (next.empty()) {
     const PrefetchRange& range = args.prefetch;
     return {&range.weights, range.first_panel, Least(most_panels, range.panels), range.first_column,
             Least(most_columns, range.columns)};
   }
   const SlicePart& part = next[0];
-  return {&part.segment->weights, args.first_panel + panel, Least(most_panels, args.panels - panel), part.begin,
-          Least(most_columns, part.end - part.begin)};
+  return {&product.segments[part.segment].weights, args.first_panel + panel, Least(most_panels, args.panels - panel),
+          part.begin, Least(most_columns, part.end - part.begin)};
 }
 
 /// The other lines of a call's PrefetchRange, a share for each of `pieces`.
@@ -135,11 +136,13 @@ class OthersAhead {
 inline constexpr std::int64_t kOfPageOnce = 3;
 
 /// A piece of the direct form, kMaxA panels of the weights along one slice, is multiplied with all activations before the next:
-/// all panels of a slice, then those of the next slice. Cells with slices use them where they meet weights more than once: a
-/// piece stays in L1, the slice of the activations in L2, past L1 for each product. (With both factors from L2, tile loads
-/// alone fill its bandwidth.) All sums of the call then wait in C.
+/// all panels of a slice, the twin's after the others, then those of the next slice. Cells with slices use them where they meet
+/// weights more than once: a piece stays in L1, the slice of the activations in L2, past L1 for each product. (With both
+/// factors from L2, tile loads alone fill its bandwidth.) All sums of the call then wait in C.
 template <class Cell>
 void DirectGemm(const DirectGemmArgs& args) {
+  const DirectProduct* const products[] = {&args, &args.twin};
+  const int count = args.twin.segments.empty() ? 1 : 2;
   const bool sliced = Cell::kSliceTiles > 0 && args.activation_panels > Cell::kMaxB && args.panels > 1;
   const int nb_most = sliced ? 1 : Cell::kMaxB;
   const std::int64_t passes = CeilDiv(args.activation_panels, nb_most);
@@ -149,37 +152,39 @@ void DirectGemm(const DirectGemmArgs& args) {
   const std::int64_t columns_ahead = sliced ? Cell::kSliceTiles : once ? kSuperblock : kMaxRuns * kSuperblock;
   DirectSlices slice(args.segments, sliced ? Cell::kSliceTiles : 0);
   std::int64_t pieces = 0;
-  for (DirectSlices all = slice; !all.done(); all.Next()) pieces += CeilDiv(args.panels, Cell::kMaxA);
+  for (DirectSlices all = slice; !all.done(); all.Next()) pieces += count * CeilDiv(args.panels, Cell::kMaxA);
   OthersAhead others(args.prefetch, pieces);
   Prefetcher prefetcher;
   [[maybe_unused]] const typename Cell::Scope scope;
-  for (bool accumulate = args.accumulate; !slice.done(); accumulate = true) {
+  for (bool first = true; !slice.done(); first = false) {
     DirectSlices next = slice;
     next.Next();
-    for (std::int64_t p = 0; p < args.panels; p += Cell::kMaxA) {
-      const int na = Least(Cell::kMaxA, args.panels - p);
-      const bool last = p + na == args.panels;
-      WeightsAhead rest;
-      WeightsAhead ahead = PieceAhead(args, last ? next.parts() : slice.parts(), last ? 0 : p + na, Cell::kMaxA, columns_ahead);
-      if (once) {
-        ahead.of_page = kOfPageOnce;
-        const SlicePart& part = slice.parts()[0];
-        rest = {&part.segment->weights,
-                args.first_panel + p,
-                na,
-                part.begin + kSuperblock,
-                part.end - part.begin - kSuperblock,
-                kOfPageOnce};
-        if (rest.columns < 0) rest.columns = 0;
-      }
-      prefetcher.Aim(rest, ahead, others.Next(), slice.size() * passes);
-      DirectRuns group(args, slice.parts(), args.first_panel + p, na, nb_most);
-      // Passes of even width: two of 2 panels take a tenth less than one of 3 and one of 1 (AVX512-BF16).
-      int nb = 0;
-      for (std::int64_t t = 0, pass = 0; pass < passes; ++pass, t += nb, group.Advance(nb)) {
-        nb = Least(CeilDiv(args.activation_panels - t, passes - pass), nb_most);
-        float* c = args.c + p * kPanelRows * args.ldc + t * kPanelRows;
-        Compute<Cell>(na, nb, group.runs, group.count, c, args.ldc, accumulate, prefetcher);
+    for (int i = 0; i < count; ++i) {
+      const DirectProduct& product = *products[i];
+      const bool last_product = i + 1 == count;
+      for (std::int64_t p = 0; p < args.panels; p += Cell::kMaxA) {
+        const int na = Least(Cell::kMaxA, args.panels - p);
+        const bool last = p + na == args.panels;
+        WeightsAhead rest;
+        WeightsAhead ahead =
+            PieceAhead(args, *products[last ? (i + 1) % count : i], last && last_product ? next.parts() : slice.parts(),
+                       last ? 0 : p + na, Cell::kMaxA, columns_ahead);
+        if (once) {
+          ahead.of_page = kOfPageOnce;
+          const SlicePart& part = slice.parts()[0];
+          rest = {&product.segments[part.segment].weights, args.first_panel + p, na, part.begin + kSuperblock,
+                  part.end - part.begin - kSuperblock,     kOfPageOnce};
+          if (rest.columns < 0) rest.columns = 0;
+        }
+        prefetcher.Aim(rest, ahead, others.Next(), slice.size() * passes);
+        DirectRuns group(product, slice.parts(), args.first_panel + p, na, nb_most, args.scratch);
+        // Passes of even width: two of 2 panels take a tenth less than one of 3 and one of 1 (AVX512-BF16).
+        int nb = 0;
+        for (std::int64_t t = 0, pass = 0; pass < passes; ++pass, t += nb, group.Advance(nb)) {
+          nb = Least(CeilDiv(args.activation_panels - t, passes - pass), nb_most);
+          float* c = product.c + p * kPanelRows * args.ldc + t * kPanelRows;
+          Compute<Cell>(na, nb, group.runs, group.count, c, args.ldc, product.accumulate || !first, prefetcher);
+        }
       }
     }
     slice = next;

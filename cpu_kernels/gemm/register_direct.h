@@ -32,10 +32,10 @@ struct TransposedSlice {
     tiles = 0;
     for (const SlicePart& part : parts) {
       for (std::int64_t k = part.begin; k < part.end; ++k, ++tiles) {
-        left[tiles] = part.segment->activations.Tile(0, k);
+        left[tiles] = args.segments[part.segment].activations.Tile(0, k);
         float* to = lines + tiles * kPanelRows * kLine;
         for (int p = 0; p < panels; ++p) {
-          TransposeTile(WeightTile(part.segment->weights, panel + p, k, args.scratch), to + p * kPanelRows);
+          TransposeTile(WeightTile(args.segments[part.segment].weights, panel + p, k, args.scratch), to + p * kPanelRows);
         }
       }
     }
@@ -128,7 +128,7 @@ inline RunAhead NextTransposed(const DirectGemmArgs& args, std::span<const Slice
   const TileMatrix* weights = &args.prefetch.weights;
   std::int64_t first = args.prefetch.first_panel, column = args.prefetch.first_column;
   if (!next.empty()) {
-    weights = &next[0].segment->weights;
+    weights = &args.segments[next[0].segment].weights;
     first = args.first_panel + panel;
     column = next[0].begin;
   } else if (panel + 2 < args.panels) {

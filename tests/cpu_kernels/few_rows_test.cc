@@ -123,6 +123,42 @@ TEST_P(FewRowsTest, DirectForm) {
   }
 }
 
+// Two products with the same activations in one call: the bits of two calls.
+TEST_P(FewRowsTest, DirectFormOfTwins) {
+  for (const std::int64_t rows : DirectRows()) {
+    const std::int64_t columns = RoundUp(rows, 16), ldc = columns + 16;
+    Problem problem, twin;
+    for (const std::int64_t k : {300, 16}) {
+      problem.activations.push_back(RandomValues(columns, k, random_));
+      problem.weights.push_back(RandomValues(70, k, random_));
+      twin.weights.push_back(RandomValues(70, k, random_));
+    }
+    twin.activations = problem.activations;
+    problem.Lay(Order::kStored, rows, WithNanBelow);
+    twin.Lay(Order::kStored, rows, WithNanBelow);
+    const std::int64_t size = CeilDiv(70, 16) * 16 * ldc;
+    const PoisonedBuffer alone(size * 4), twin_alone(size * 4), both(size * 4), twin_both(size * 4);
+    DirectGemmArgs args;
+    args.segments = problem.segments;
+    args.panels = CeilDiv(70, 16);
+    args.activation_panels = columns / 16;
+    args.ldc = ldc;
+    args.row_count = rows;
+    args.c = both.As<float>();
+    args.twin = {twin.segments, twin_both.As<float>()};
+    tier_->direct_gemm(args);
+    args.twin = {};
+    args.c = alone.As<float>();
+    tier_->direct_gemm(args);
+    args.segments = twin.segments;
+    args.c = twin_alone.As<float>();
+    tier_->direct_gemm(args);
+    const auto bytes = static_cast<std::size_t>(size) * 4;
+    EXPECT_EQ(std::memcmp(alone.As<float>(), both.As<float>(), bytes), 0) << "rows " << rows;
+    EXPECT_EQ(std::memcmp(twin_alone.As<float>(), twin_both.As<float>(), bytes), 0) << "rows " << rows;
+  }
+}
+
 TEST_P(FewRowsTest, DirectFormAddsToC) {
   for (const std::int64_t rows : {std::int64_t{3}, tier_->most_stored_rows - 1}) {
     const std::int64_t columns = RoundUp(rows, 16);

@@ -392,6 +392,28 @@ TEST_P(GemmRandom, UnpackFormToRows) {
   }
 }
 
+// Two products with the same activations in one call: the bits of two calls.
+TEST_P(GemmRandom, DirectFormOfTwins) {
+  std::mt19937_64 random(10);
+  for (const Shape& shape : kShapes) {
+    SCOPED_TRACE(testing::Message() << "M " << shape.m << " N " << shape.n << " segments " << shape.depths.size());
+    const std::vector<Factors> factors = DirectFactors(shape, random);
+    std::vector<Factors> of_twin = DirectFactors(shape, random);
+    for (std::size_t s = 0; s < factors.size(); ++s) of_twin[s].right = factors[s].right;
+    DirectProblem alone(factors, 16), twin_alone(of_twin, 16), both(factors, 16), twin(of_twin, 16);
+    const Dense start = RandomStart(twin_alone.args.c, twin_alone.args.panels * 16, twin_alone.args.ldc, random);
+    std::copy(start.values.begin(), start.values.end(), twin.args.c);
+    twin_alone.args.accumulate = twin.args.accumulate = true;
+    tier_->direct_gemm(alone.args);
+    tier_->direct_gemm(twin_alone.args);
+    both.args.twin = twin.args;
+    both.args.prefetch = {both.segments[0].weights, 0, 1, 0, 1};  // only ever a hint
+    tier_->direct_gemm(both.args);
+    EXPECT_EQ(std::memcmp(alone.args.c, both.args.c, alone.bytes()), 0);
+    EXPECT_EQ(std::memcmp(twin_alone.args.c, twin.args.c, alone.bytes()), 0);
+  }
+}
+
 // A column or a row of NaN stays in the results that it belongs to; Inf becomes Inf or NaN.
 TEST_P(GemmRandom, NanAndInfPropagate) {
   std::mt19937_64 random(6);

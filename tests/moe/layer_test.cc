@@ -217,7 +217,7 @@ TEST(Layer, SameBitsForAnyBlocking) {
                             .tail_parts = draw(5),
                             .cuts_long_jobs = draw(2) == 1,
                             .gradient_columns = draw(12),
-                            .blocks_per_step = draw(5),
+                            .blocks_per_step = draw(9),
                             .unpack_depth = 8 * (draw(3) - 1)};
     SCOPED_TRACE(testing::Message() << blocking.intermediate_units_per_task << " " << blocking.hidden_columns_per_task << " "
                                     << blocking.tokens_per_merge);
