@@ -70,6 +70,16 @@ std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t pane
   return std::max<std::int64_t>(8, l2_bytes / 4096 / panels / 8 * 8);
 }
 
+std::int64_t StepBlocks(bool matrix_unit, std::int64_t rows, std::int64_t hidden, std::int64_t l2_bytes) {
+  // Every step is timed: four blocks together open a quarter of the ranges.
+  std::int64_t bytes = std::int64_t{matrix_unit ? 256 : 64} << 10, most = 4;
+  if (matrix_unit && 2 * rows * hidden > l2_bytes / 4) {
+    bytes = kMostStepBytes;
+    most = 8;
+  }
+  return std::clamp<std::int64_t>(bytes / (256 * std::max<std::int64_t>(rows, 1)), 1, most);
+}
+
 std::int64_t TokensPerMerge(std::int64_t tokens, int threads) {
   if (threads == 1) return 32;
   return std::clamp<std::int64_t>(CeilDivide(tokens, std::int64_t{4} * threads), 1, 32);
@@ -86,10 +96,7 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   blocking.intermediate_units_per_task = UnitsOfPart(query.intermediate, parts);
   blocking.hidden_columns_per_task = ColumnsOfPart(query.hidden, parts);
   blocking.tokens_per_merge = TokensPerMerge(query.tokens, query.threads);
-  // Every step is timed: four blocks together open a quarter of the ranges.
-  const std::int64_t step_bytes = query.matrix_unit ? kMostStepBytes : kStepBytes;
-  blocking.blocks_per_step = std::clamp<std::int64_t>(step_bytes / (256 * std::max<std::int64_t>(query.rows, 1)), 1,
-                                                      query.matrix_unit ? kMostStepBlocks : kStepBlocks);
+  blocking.blocks_per_step = StepBlocks(query.matrix_unit, query.rows, query.hidden, HostCaches().l2);
   const std::int64_t gradient_bytes = std::min(kGradientBytes, HostCaches().l2 / 8);
   blocking.gradient_columns = std::clamp<std::int64_t>(
       gradient_bytes / (64 * CeilDivide(std::max<std::int64_t>(query.rows, 1), 32) * 32), 4, kMostGradientColumns);

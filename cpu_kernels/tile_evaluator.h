@@ -78,11 +78,14 @@ std::int64_t LoraTaskElements(std::int64_t parameters, int threads);
 /// Rows of I in the smallest task, and in one partial sum of the routing weights' gradient.
 inline constexpr std::int64_t kIntermediateUnit = 128;
 
-/// Bytes of the sums of a step's blocks, gate and up, where those are several, and blocks at most. More with slices of the
-/// contraction: a slice of the activations stays in L2 while all blocks pass by, and where all slices do not, each step brings
-/// them once more. (16 AMX threads, H 4,096, 128 rows: half of both takes up to a tenth longer.)
-inline constexpr std::int64_t kStepBytes = std::int64_t{64} << 10, kMostStepBytes = std::int64_t{512} << 10;
-inline constexpr std::int64_t kStepBlocks = 4, kMostStepBlocks = 8;
+/// Bytes of the sums of a step's blocks, gate and up, at most, where those are several.
+inline constexpr std::int64_t kMostStepBytes = std::int64_t{512} << 10;
+
+/// Blocking::blocks_per_step for jobs of so many rows: as many as have 64 KB of sums, and 4 at most. With slices of the
+/// contraction 256 KB: a slice of the activations stays in L2 while all blocks pass by. And 512 KB and 8, where the activations
+/// are more than a quarter of L2, for each step brings them all once more. (16 AMX threads, H 4,096, 128 rows: with half of
+/// both up to a tenth longer. docs/EXPERIMENTS.md)
+std::int64_t StepBlocks(bool matrix_unit, std::int64_t rows, std::int64_t hidden, std::int64_t l2_bytes);
 
 /// Blocking::gradient_columns, and bytes of their row pairs, at most: an eighth of L2. A row's piece of many columns is fetched
 /// ahead, one of 256 bytes hardly: with 64 rows and 4 columns packing took three times as long, with 256 rows twice.

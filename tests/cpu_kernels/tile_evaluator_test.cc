@@ -69,6 +69,23 @@ TEST(TileEvaluator, MergesAreTasksForAllThreads) {
   EXPECT_EQ(TokensPerMerge(4096, 16), 32);
 }
 
+TEST(TileEvaluator, StepsAreLongerWhereActivationsPassByOnceMore) {
+  constexpr std::int64_t kL2 = std::int64_t{2} << 20;
+  EXPECT_EQ(StepBlocks(false, 16, 2048, kL2), 4);
+  EXPECT_EQ(StepBlocks(false, 128, 7168, kL2), 2);
+  EXPECT_EQ(StepBlocks(true, 96, 2048, kL2), 4);
+  EXPECT_EQ(StepBlocks(true, 160, 2048, kL2), 8);
+  EXPECT_EQ(StepBlocks(true, 384, 512, kL2), 2);
+  EXPECT_EQ(StepBlocks(true, 384, 2048, kL2), 5);
+  for (const bool matrix_unit : {false, true}) {
+    for (std::int64_t rows = 0; rows <= kMaxChunkRows; ++rows) {
+      const std::int64_t blocks = StepBlocks(matrix_unit, rows, 7168, kL2);
+      EXPECT_GE(blocks, 1);
+      EXPECT_TRUE(blocks == 1 || 256 * rows * blocks <= kMostStepBytes);
+    }
+  }
+}
+
 TEST(TileEvaluator, SmallAdaptersAreTasksForAllThreads) {
   EXPECT_EQ(LoraTaskElements(0, 16), 16 * 1024);
   EXPECT_EQ(LoraTaskElements(32 * 16 * 1792, 16), 32 * 16 * 1792 / 48);
