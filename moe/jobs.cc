@@ -75,9 +75,13 @@ std::vector<Job> BuildJobs(const LayerConfig& config, std::span<const Shard> sha
 std::vector<JobGroup> BuildGroups(const LayerConfig& config, std::span<const Job> jobs, std::int64_t size) {
   std::vector<JobGroup> groups;
   std::vector<bool> has_rows(static_cast<std::size_t>(CeilDiv(config.num_experts, size)));
+  groups.reserve(has_rows.size());
   for (std::size_t job = 0; job < jobs.size(); ++job) {
     const std::int64_t first = jobs[job].expert / size * size;
-    if (groups.empty() || groups.back().first_expert != first) groups.push_back({first, {}, static_cast<std::int64_t>(job), 0});
+    if (groups.empty() || groups.back().first_expert != first) {
+      groups.push_back({first, {}, static_cast<std::int64_t>(job), 0});
+      groups.back().experts.reserve(static_cast<std::size_t>(size));
+    }
     has_rows[static_cast<std::size_t>(first / size)] = true;
     if (jobs[job].previous < 0 && jobs[job].shard == 0) groups.back().experts.push_back(jobs[job].expert);
     ++groups.back().jobs;

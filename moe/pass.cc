@@ -418,6 +418,9 @@ TaskId Pass::AddJobs(void* context, std::span<const Stage> stages, TaskId before
   const auto num_shards = static_cast<std::int64_t>(shards.size());
   std::vector<TaskId> job_ends(jobs.size()), slot_ends(group_slots_, -1), packed(shards.size(), -1);
   TaskRanges ends, all;
+  swept_.reserve(jobs.size());
+  ends.reserve(jobs.size());
+  all.reserve(groups.size());
   std::vector<TaskRanges> sums(shards.size());
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const JobGroup& group = groups[g];
