@@ -30,6 +30,7 @@ template <class Cell>
 void Direct(const DirectGemmArgs& args) {
   if constexpr (!std::is_void_v<typename Cell::Product>) {
     using Product = typename Cell::Product;
+    // The forms of stored rows take one product at a time.
     if (args.row_count > 0 && !args.twin.segments.empty()) {
       DirectGemmArgs one = args;
       one.twin = {};
