@@ -4,9 +4,11 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "bindings/interpreter_end.h"
 #include "bindings/tensor.h"
+#include "cpu_kernels/bfloat16.h"
 #include "cpu_kernels/fused/attention.h"
 #include "cpu_kernels/fused/linear.h"
 #include "threadpool/pool.h"
@@ -50,24 +52,47 @@ TensorView OptionalView(const py::object& object, const char* name) {
   return object.is_none() ? TensorView() : ViewOf(object, {name}, kTypes);
 }
 
-/// fp32, contiguous, of `size` values, in any shape; None: null.
-const float* OptionalVector(const py::object& object, const char* name, std::int64_t size) {
-  if (object.is_none()) return nullptr;
-  const TensorView view = ViewOf(object, {name}, "float32");
-  std::int64_t count = 1, stride = 1;
-  bool dense = true;
-  for (int d = view.rank - 1; d >= 0; --d) {
-    const auto dim = static_cast<std::size_t>(d);
-    dense = dense && (view.shape[dim] == 1 || view.stride[dim] == stride);
-    stride *= view.shape[dim];
-    count *= view.shape[dim];
+/// `size` values as the engine reads them, fp32 side by side: those of a tensor, or a copy. None: null.
+class FloatVector {
+ public:
+  /// @param object  bf16 or fp32; one dimension, or more that are contiguous
+  FloatVector(const py::object& object, const char* name, std::int64_t size) {
+    if (object.is_none()) return;
+    const TensorView view = ViewOf(object, {name}, kTypes);
+    std::int64_t count = 1, stride = 1;
+    bool dense = true;
+    for (int d = view.rank - 1; d >= 0; --d) {
+      const auto dim = static_cast<std::size_t>(d);
+      dense = dense && (view.shape[dim] == 1 || view.stride[dim] == stride);
+      stride *= view.shape[dim];
+      count *= view.shape[dim];
+    }
+    if (count != size || !(dense || view.rank == 1)) {
+      throw std::invalid_argument(std::string(name) + " has " + std::to_string(count) + " values; expected " +
+                                  std::to_string(size) + ", contiguous or in one dimension");
+    }
+    if (dense && view.dtype == DType::kFloat32) {
+      data_ = static_cast<const float*>(view.data);
+      return;
+    }
+    const std::int64_t step = dense ? 1 : view.stride[0];
+    copy_.resize(static_cast<std::size_t>(size));
+    for (std::int64_t i = 0; i < size; ++i) {
+      copy_[static_cast<std::size_t>(i)] = view.dtype == DType::kFloat32
+                                               ? static_cast<const float*>(view.data)[i * step]
+                                               : ToFloat(static_cast<const BFloat16*>(view.data)[i * step]);
+    }
+    data_ = copy_.data();
   }
-  if (view.dtype != DType::kFloat32 || count != size || !dense) {
-    throw std::invalid_argument(std::string(name) + " has " + std::to_string(count) + " values; expected " +
-                                std::to_string(size) + ", contiguous float32");
-  }
-  return static_cast<const float*>(view.data);
-}
+  FloatVector(const FloatVector&) = delete;
+  FloatVector& operator=(const FloatVector&) = delete;
+
+  const float* data() const { return data_; }
+
+ private:
+  const float* data_ = nullptr;
+  std::vector<float> copy_;
+};
 
 std::int64_t Columns(const TensorView& x, const PackedMatrix* weight, bool transposed) {
   if (weight == nullptr) return x.shape[1];
@@ -91,13 +116,15 @@ py::tuple Linear(const py::object& x, const PackedMatrix* weight, bool transpose
   args.weight = weight;
   args.transposed = transposed;
   const std::int64_t rows = args.x.shape[0], columns = Columns(args.x, weight, transposed);
-  args.bias = OptionalVector(bias, "bias", columns);
+  const FloatVector bias_values(bias, "bias", columns), gamma_values(gamma, "gamma", columns),
+      beta_values(beta, "beta", columns);
+  args.bias = bias_values.data();
   args.addend = OptionalView(addend, "addend");
   args.activation = ActivationOf(activation);
   args.residual = OptionalView(residual, "residual");
   args.norm = NormOf(norm);
-  args.gamma = OptionalVector(gamma, "gamma", columns);
-  args.beta = OptionalVector(beta, "beta", columns);
+  args.gamma = gamma_values.data();
+  args.beta = beta_values.data();
   args.epsilon = epsilon;
   if (weight == nullptr && (args.norm == Norm::kNone || args.residual.defined() || args.addend.defined())) {
     throw std::invalid_argument("weight is None; expected one, or a norm of x alone");
@@ -128,8 +155,10 @@ py::tuple NormBackward(const std::string& norm, const py::object& d_out, const p
   args.d_out = ViewOf(d_out, {"d_out"}, kTypes);
   CheckRank(args.d_out, "d_out");
   args.normalized = ViewOf(normalized, {"normalized"}, kTypes);
-  args.inverse_std = OptionalVector(inverse_std, "inverse_std", args.d_out.shape[0]);
-  args.gamma = OptionalVector(gamma, "gamma", args.d_out.shape[1]);
+  const FloatVector inverse_std_values(inverse_std, "inverse_std", args.d_out.shape[0]);
+  const FloatVector gamma_values(gamma, "gamma", args.d_out.shape[1]);
+  args.inverse_std = inverse_std_values.data();
+  args.gamma = gamma_values.data();
   OutputTensor d_in = OutputTensor::Contiguous(args.d_out.dtype, args.d_out.shape[0], args.d_out.shape[1]);
   OutputTensor d_gamma = OutputTensor::Contiguous(DType::kFloat32, 1, args.d_out.shape[1]);
   OutputTensor d_beta = OutputTensor::Contiguous(DType::kFloat32, 1, args.d_out.shape[1]);
@@ -161,7 +190,8 @@ py::object Attention(const py::object& q, const py::object& k, const py::object&
   CheckRank(args.k, "k", 3);
   args.heads = heads;
   args.scale = scale;
-  args.bias = OptionalVector(bias, "bias", args.k.shape[0] * args.k.shape[1]);
+  const FloatVector bias_values(bias, "bias", args.k.shape[0] * args.k.shape[1]);
+  args.bias = bias_values.data();
   const std::int64_t batch = args.q.shape[0], queries = args.q.shape[1], columns = args.q.shape[2];
   OutputTensor out = OutputTensor::Contiguous(DType::kBFloat16, batch * queries, columns);
   const TensorView rows = out.view();

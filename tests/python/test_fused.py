@@ -195,6 +195,10 @@ def test_leading_dimensions_strides_and_no_rows() -> None:
     wide[:, :48] = t["x"]
     assert torch.equal(fused.gemm_bias_gelu(wide[:, :48], w), expected)
     assert torch.equal(fused.gemm_bias_gelu(t["x"].t().contiguous().t(), w), expected)
+    gamma, beta = t["gamma"].float(), t["beta"].to(torch.bfloat16)
+    norm = fused.gemm_bias_add_layernorm(t["x"], w, t["residual"], gamma, beta.float())
+    apart = torch.stack((gamma, gamma), 1)[:, 0], torch.stack((beta, beta), 1)[:, 1]
+    assert torch.equal(fused.gemm_bias_add_layernorm(t["x"], w, t["residual"], *apart), norm)
     assert fused.gemm_bias_gelu(t["x"][:0], w).shape == (0, 32)
     assert torch.equal(fused.gemm_bias(t["x"][0], w), fused.gemm_bias(t["x"], w)[0])
 

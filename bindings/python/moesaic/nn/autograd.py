@@ -22,11 +22,6 @@ class Fusion:
     eps: float = 0.0
 
 
-def vector(values: torch.Tensor | None) -> torch.Tensor | None:
-    """`values` as the engine reads them: fp32 and contiguous."""
-    return None if values is None else values.detach().to(torch.float32).contiguous()
-
-
 def _compute(
     fusion: Fusion,
     packed: _core.PackedMatrix | None,
@@ -42,13 +37,13 @@ def _compute(
     return _core.fused_linear(
         x,
         packed,
-        bias=vector(bias),
+        bias=bias,
         addend=addend,
         activation=fusion.activation,
         residual=residual,
         norm=fusion.norm,
-        gamma=vector(gamma),
-        beta=vector(beta),
+        gamma=gamma,
+        beta=beta,
         eps=fusion.eps,
         save=save,
         out=out,
@@ -94,7 +89,7 @@ class _FusedLinear(torch.autograd.Function):
         d_x = d_weight = d_bias = d_gamma = d_beta = None
         d = d_out.contiguous()
         if fusion.norm != "none":
-            d, d_gamma, d_beta = _core.norm_backward(fusion.norm, d, normalized, inverse_std, vector(gamma))
+            d, d_gamma, d_beta = _core.norm_backward(fusion.norm, d, normalized, inverse_std, gamma)
             d_gamma = d_gamma.view(-1).to(gamma_type) if needs_gamma else None
             d_beta = d_beta.view(-1).to(beta_type) if needs_beta else None
         d_residual = d if needs_residual else None
