@@ -328,6 +328,34 @@ inline void Transpose16x16(const float* in, std::int64_t in_pitch, float* out, s
 #endif
 }
 
+#if defined(__AVX512F__)
+/// rows[r][c] = in[c * pitch + r] for eight rows of 16 columns.
+MOESAIC_INLINE void LoadEightTransposed(const float* in, std::int64_t pitch, F32x16 (&rows)[8]) {
+  // Lanes of z[c]: rows 0 to 3 and 4 to 7 of column c, then of column c + 8.
+  __m512 z[8];
+  for (int c = 0; c < 8; ++c) {
+    const __m512d low = _mm512_castps_pd(_mm512_castps256_ps512(_mm256_loadu_ps(in + pitch * c)));
+    z[c] = _mm512_castpd_ps(_mm512_insertf64x4(low, _mm256_castps_pd(_mm256_loadu_ps(in + pitch * (c + 8))), 1));
+  }
+  __m512d quad[8];  // lanes of quad[h + r]: row r and row 4 + r of columns h to h + 3, then of h + 8 to h + 11
+  for (int h = 0; h < 8; h += 4) {
+    const auto ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(z[h], z[h + 1]));
+    const auto ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(z[h], z[h + 1]));
+    const auto cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(z[h + 2], z[h + 3]));
+    const auto cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(z[h + 2], z[h + 3]));
+    quad[h] = _mm512_unpacklo_pd(ab_low, cd_low);
+    quad[h + 1] = _mm512_unpackhi_pd(ab_low, cd_low);
+    quad[h + 2] = _mm512_unpacklo_pd(ab_high, cd_high);
+    quad[h + 3] = _mm512_unpackhi_pd(ab_high, cd_high);
+  }
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+  for (int r = 0; r < 4; ++r) {
+    rows[r] = (F32x16)_mm512_permutex2var_pd(quad[r], low, quad[4 + r]);
+    rows[4 + r] = (F32x16)_mm512_permutex2var_pd(quad[r], high, quad[4 + r]);
+  }
+}
+#endif
+
 /// The same for dwords in rows of 64 bytes.
 inline void Transpose16x16(const BFloat16* in, BFloat16* out) {
   Transpose16x16(reinterpret_cast<const float*>(in), 16, reinterpret_cast<float*>(out), 16);

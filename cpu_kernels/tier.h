@@ -101,7 +101,7 @@ constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
           ContractAlongFeatures,
           ExpandAlongFeatures,
           OuterAlongFeatures,
-          {RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, SoftmaxRows, Fp32Gemm},
+          {TurnPanel, RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, SoftmaxRows, Fp32Gemm},
           &kSamplingKernels<kLogitStreams>};
 }
 

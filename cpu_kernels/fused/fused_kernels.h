@@ -23,13 +23,30 @@ enum class Norm : std::int8_t {
   kRmsNorm,    ///< v / sqrt(mean(v^2) + eps) * gamma
 };
 
+/// sums[r][c] = transposed[c][r] for 16 rows, as the direct form of GEMM gives them.
+struct TurnPanelArgs {
+  const float* transposed = nullptr;  ///< [columns][transposed_ld]
+  std::int64_t transposed_ld = 0;     ///< elements, as ld
+  std::int64_t columns = 0;           ///< a multiple of 16
+  float* sums = nullptr;              ///< [16][ld]
+  std::int64_t ld = 0;
+};
+
+/// Rows that an epilogue walks side by side, and what it needs for their v: a line more than they have, for other cache sets.
+inline constexpr int kEpilogueRows = 8;
+constexpr std::int64_t EpilogueScratch(std::int64_t columns) { return kEpilogueRows * ((columns + 15) / 16 * 16 + 16); }
+
 /// For each row:  pre = sums + bias + addend    v = activation(pre) + residual    out = norm(v)
 struct RowEpilogueArgs {
   DType dtype = DType::kBFloat16;  ///< of addend, residual, out, pre and normalized: bf16 or fp32
   std::int64_t rows = 0;
   std::int64_t columns = 0;
-  const float* sums = nullptr;  ///< [rows][ld], of a GEMM; null: v = residual
-  std::int64_t ld = 0;
+  /// Of a GEMM, [rows][ld]; null: v = residual. With `transposed` scratch for 16 rows of whole vectors.
+  float* sums = nullptr;
+  std::int64_t ld = 0;  ///< elements, as transposed_ld
+  /// Not null: the sums of up to 16 rows, [columns rounded up to 16][transposed_ld], 16 of a column side by side.
+  const float* transposed = nullptr;
+  std::int64_t transposed_ld = 0;
   const float* bias = nullptr;   ///< [columns]; with sums never null
   const void* addend = nullptr;  ///< [rows][addend_stride], or null
   std::int64_t addend_stride = 0;
@@ -40,8 +57,8 @@ struct RowEpilogueArgs {
   const float* gamma = nullptr;  ///< [columns]; with a norm never null
   const float* beta = nullptr;   ///< [columns]; with a layer norm never null
   float epsilon = 0;
-  float* row = nullptr;  ///< scratch, [columns]; with a norm never null
-  void* out = nullptr;   ///< [rows][out_stride]; may be `residual`
+  float* values = nullptr;  ///< scratch, EpilogueScratch(columns); with a norm never null
+  void* out = nullptr;      ///< [rows][out_stride]; may be `residual`
   std::int64_t out_stride = 0;
   bool stream = false;  ///< out is written past the caches: FinishStores() comes before another thread may read it
   void* pre = nullptr;  ///< [rows][pre_stride], or null: what the activation's backward needs
@@ -142,6 +159,7 @@ inline constexpr std::int64_t kFp32Depth = 128;
 inline constexpr std::int64_t kFp32GemmScratch = 3 * 16 * kFp32Depth;
 
 struct FusedKernels {
+  void (*turn_panel)(const TurnPanelArgs&);
   void (*row_epilogue)(const RowEpilogueArgs&);
   void (*norm_backward)(const NormBackwardArgs&);
   void (*activation_backward)(const ActivationBackwardArgs&);

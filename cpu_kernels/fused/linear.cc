@@ -134,8 +134,10 @@ class LinearRun {
         ld_input_(RoundUp(shape_.depth, 16) + 16),
         ones_(args.gamma == nullptr && has_norm_ ? shape_.columns : 0, 1.0f),
         zeros_(shape_.columns, 0.0f),
-        stream_(args.out.data != args.x.data &&
-                BeyondCaches(shape_.rows * (shape_.columns + shape_.depth) * SizeOf(args.x.dtype), pool)) {}
+        // Beside products memory has time to bring the lines of out, and stores past the caches wait for it. Those of a norm
+        // alone save a third of what memory brings, but on 16 AMX threads they take longer than that.
+        stream_(args.weight == nullptr && !ChosenKernels().unpack_overlaps && args.out.data != args.x.data &&
+                BeyondCaches(2 * shape_.rows * shape_.columns * SizeOf(args.x.dtype), pool)) {}
 
   void Run() {
     Carver one;
@@ -153,8 +155,7 @@ class LinearRun {
     if (!apart) return;
     pool_.ParallelFor(CeilDiv(shape_.rows, kRowsApart), [&](std::int64_t i, int worker) {
       const std::int64_t row = i * kRowsApart;
-      Epilogue(row, std::min(kRowsApart, shape_.rows - row), 0, shape_.columns, sums + row * ld_, MemoryOf(worker));
-      if (stream_) FinishStores();
+      Epilogue(row, std::min(kRowsApart, shape_.rows - row), 0, shape_.columns, sums + row * ld_, nullptr, MemoryOf(worker));
     });
   }
 
@@ -169,7 +170,7 @@ class LinearRun {
     float* rows;             ///< fp32: [block_rows][ld_input_], a block of x
     float* fp32;             ///< fp32: scratch of the GEMM
     float* sums;             ///< [block_rows][ld_]; direct form: of a panel of rows
-    float* row;              ///< [columns]
+    float* values;           ///< with a norm: scratch of its kernel
   };
 
   Memory Take(Carver& carver) const {
@@ -188,7 +189,7 @@ class LinearRun {
     }
     const std::int64_t rows_of_sums = form_ == Form::kDirect ? kPanelRows : plan_.block_rows;
     memory.sums = carver.Take<float>(args_.weight != nullptr ? rows_of_sums * ld_ : 0);
-    memory.row = carver.Take<float>(RoundUp(shape_.columns, 16));
+    memory.values = carver.Take<float>(has_norm_ ? EpilogueScratch(shape_.columns) : 0);
     return memory;
   }
   Memory MemoryOf(int worker) const {
@@ -202,7 +203,7 @@ class LinearRun {
     const std::int64_t row = block.begin, rows = block.end - block.begin;
     const std::int64_t end = std::min(column + plan_.split_columns, shape_.columns);
     if (args_.weight == nullptr) {
-      Epilogue(row, rows, column, end, nullptr, memory);
+      Epilogue(row, rows, column, end, nullptr, nullptr, memory);
       if (stream_) FinishStores();
       return;
     }
@@ -215,11 +216,14 @@ class LinearRun {
       Product(block, from, to, sums, memory);
       for (std::int64_t first = 0; first < rows; first += rows_at_once) {
         float* const of_rows = all_sums != nullptr ? sums + first * ld_ : sums;
-        if (form_ == Form::kDirect) TurnPanel(first, to - from, of_rows, memory);
-        if (all_sums == nullptr) Epilogue(row + first, std::min(rows_at_once, rows - first), from, to, of_rows, memory);
+        const float* const transposed = form_ == Form::kDirect ? memory.transposed_sums + first : nullptr;
+        if (all_sums == nullptr) {
+          Epilogue(row + first, std::min(rows_at_once, rows - first), from, to, of_rows, transposed, memory);
+        } else if (transposed != nullptr) {
+          TurnPanel(transposed, to - from, of_rows);
+        }
       }
     }
-    if (stream_) FinishStores();
   }
 
   void PackInput(std::int64_t row, std::int64_t rows, Memory& memory) const {
@@ -302,19 +306,21 @@ class LinearRun {
     kernels_.unpack_gemm(gemm);
   }
 
-  /// sums[t][c] for 16 rows of a block, from `first` on, and all columns of its transposed sums.
-  void TurnPanel(std::int64_t first, std::int64_t columns, float* sums, const Memory& memory) const {
+  /// sums[t][c] for 16 rows of a block.
+  void TurnPanel(const float* transposed, std::int64_t columns, float* sums) const {
     const FusedRange range(FusedStage::kGemm, 0.0, 0.0);
-    const std::int64_t pitch = SumsPitch(plan_.block_rows);
-    for (std::int64_t c = 0; c < columns; c += 16) {
-      const float* rows[16];
-      for (std::int64_t i = 0; i < 16; ++i) rows[i] = memory.transposed_sums + (c + i) * pitch + first;
-      kernels_.transpose(rows, sums + c, ld_);
-    }
+    TurnPanelArgs turn;
+    turn.transposed = transposed;
+    turn.transposed_ld = SumsPitch(plan_.block_rows);
+    turn.columns = RoundUp(columns, 16);
+    turn.sums = sums;
+    turn.ld = ld_;
+    kernels_.fused.turn_panel(turn);
   }
 
   /// Everything after the GEMM, for rows [row, row + rows) and columns [from, to).
-  void Epilogue(std::int64_t row, std::int64_t rows, std::int64_t from, std::int64_t to, const float* sums,
+  /// @param sums        of these rows; with `transposed`, where these lie instead, scratch
+  void Epilogue(std::int64_t row, std::int64_t rows, std::int64_t from, std::int64_t to, float* sums, const float* transposed,
                 const Memory& memory) const {
     const FusedRange range(has_norm_ ? FusedStage::kNorm : FusedStage::kEpilogue, 0.0,
                            static_cast<double>(rows * (to - from) * SizeOf(args_.x.dtype)));
@@ -324,6 +330,8 @@ class LinearRun {
     epilogue.columns = to - from;
     epilogue.sums = sums;
     epilogue.ld = ld_;
+    epilogue.transposed = transposed;
+    epilogue.transposed_ld = SumsPitch(plan_.block_rows);
     epilogue.bias = (args_.bias != nullptr ? args_.bias : zeros_.data()) + from;
     epilogue.addend = At(args_.addend, row, from);
     epilogue.addend_stride = args_.addend.stride[0];
@@ -335,7 +343,7 @@ class LinearRun {
     epilogue.gamma = args_.gamma != nullptr ? args_.gamma : ones_.data();
     epilogue.beta = args_.beta != nullptr ? args_.beta : zeros_.data();
     epilogue.epsilon = args_.epsilon;
-    epilogue.row = memory.row;
+    epilogue.values = memory.values;
     epilogue.out = At(args_.out, row, from);
     epilogue.out_stride = args_.out.stride[0];
     epilogue.stream = stream_;

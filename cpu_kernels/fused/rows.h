@@ -1,6 +1,7 @@
 // Loading, storing and walking rows of bf16 or fp32, sixteen values at a time.
 #pragma once
 
+#include "cpu_kernels/native_vectors.h"
 #include "cpu_kernels/simd.h"
 
 namespace {
@@ -89,23 +90,59 @@ MOESAIC_INLINE void FetchAhead(const T* p) {
   __builtin_prefetch(reinterpret_cast<const char*>(p) + kBytes);
 }
 
-/// The sum of sixteen values, in one order.
+#if !defined(__AVX512F__)
+/// As of vectors of the machine's own width: rows have the same bits however they are walked.
+MOESAIC_INLINE F32x16 MultiplyAdd(F32x16 a, F32x16 b, F32x16 c) {
+  constexpr int kParts = 16 / kNativeLanes;
+  NativeF32 x[kParts], y[kParts], z[kParts];
+  std::memcpy(x, &a, sizeof(a));
+  std::memcpy(y, &b, sizeof(b));
+  std::memcpy(z, &c, sizeof(c));
+  for (int i = 0; i < kParts; ++i) z[i] = MultiplyAdd(x[i], y[i], z[i]);
+  std::memcpy(&c, z, sizeof(c));
+  return c;
+}
+#endif
+
+/// v, with all that made it done: no product in it becomes part of a sum that follows.
+MOESAIC_INLINE F32x16 Done(F32x16 v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#else
+  asm("" : "+m"(v));
+#endif
+  return v;
+}
+
+/// The sum of sixteen values, in one order: halves onto each other.
 MOESAIC_INLINE float SumOf(F32x16 v) {
+#if defined(__AVX512F__)
+  v += (F32x16)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0x4e);
+  v += (F32x16)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0xb1);
+  v += (F32x16)_mm512_permute_ps((__m512)v, 0x4e);
+  v += (F32x16)_mm512_permute_ps((__m512)v, 0xb1);
+  return v[0];
+#else
   float x[16];
   StoreF32(x, v);
   for (int half = 8; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) x[i] += x[i + half];
   }
   return x[0];
+#endif
 }
 
 /// Zero in the lanes from n on.
 MOESAIC_INLINE F32x16 FirstLanes(F32x16 v, std::int64_t n) {
   if (n == 16) return v;
+#if defined(__AVX512F__)
+  return (F32x16)_mm512_maskz_mov_ps(static_cast<__mmask16>((1u << n) - 1), (__m512)v);
+#else
   float x[16];
   StoreF32(x, v);
   for (std::int64_t i = n; i < 16; ++i) x[i] = 0.0f;
   return LoadF32(x);
+#endif
 }
 
 }  // namespace

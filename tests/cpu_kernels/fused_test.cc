@@ -83,6 +83,17 @@ void ExpectNear(DType dtype, float value, double expected, const char* what, std
 class FusedKernelsTest : public TierTest {};
 
 /// One row of the reference: v, and out of it.
+/// NaN where `values` ends: nothing there may count.
+Dense Transposed(const Dense& values, std::int64_t rows, std::int64_t columns) {
+  Dense result(rows, columns);
+  for (std::int64_t i = 0; i < rows; ++i) {
+    for (std::int64_t j = 0; j < columns; ++j) {
+      result(i, j) = j < values.rows && i < values.cols ? values(j, i) : std::numeric_limits<float>::quiet_NaN();
+    }
+  }
+  return result;
+}
+
 struct Reference {
   std::vector<double> pre, normalized, out;
   double inverse_std = 0;
@@ -92,6 +103,7 @@ struct EpilogueCase {
   Activation activation;
   Norm norm;
   bool addend, residual;
+  bool alone = false;  ///< no GEMM before it
 };
 
 Reference Expected(const EpilogueCase& c, const Dense& sums, const Dense& vectors, const Dense& addend, const Dense& residual,
@@ -117,23 +129,58 @@ Reference Expected(const EpilogueCase& c, const Dense& sums, const Dense& vector
   return reference;
 }
 
-void CheckEpilogue(const KernelTier& tier, DType dtype, std::int64_t columns, const EpilogueCase& c, bool stream) {
-  constexpr std::int64_t kRows = 3;
+/// Each row alone, wherever it lies, has the bits that it has among others.
+void ExpectSameBitsOfSingleRows(const KernelTier& tier, const RowEpilogueArgs& args, const Rows& out) {
+  const std::int64_t size = SizeOf(args.dtype);
+  const auto row_of = [size](const void* rows, std::int64_t r, std::int64_t stride) {
+    return rows == nullptr ? nullptr : static_cast<const char*>(rows) + r * stride * size;
+  };
+  const Rows alone(args.dtype, 1, args.columns, out.stride());
+  for (std::int64_t r = 0; r < args.rows; ++r) {
+    RowEpilogueArgs one = args;
+    one.rows = 1;
+    if (one.transposed != nullptr) one.transposed += r;
+    if (one.transposed == nullptr && one.sums != nullptr) one.sums += r * args.ld;
+    one.addend = row_of(args.addend, r, args.addend_stride);
+    one.residual = row_of(args.residual, r, args.residual_stride);
+    one.out = alone.data();
+    one.pre = nullptr;
+    one.normalized = nullptr;
+    one.inverse_std = nullptr;
+    tier.fused.row_epilogue(one);
+    FinishStores();
+    ASSERT_EQ(std::memcmp(alone.data(), row_of(out.data(), r, out.stride()), static_cast<std::size_t>(args.columns * size)), 0)
+        << "row " << r;
+  }
+}
+
+/// @param transposed  whether the sums come as the direct form of GEMM gives them
+void CheckEpilogue(const KernelTier& tier, DType dtype, std::int64_t columns, const EpilogueCase& c, bool stream,
+                   bool transposed) {
+  constexpr std::int64_t kRows = kEpilogueRows + 3;
   std::mt19937_64 random(static_cast<std::uint64_t>(columns));
   const std::int64_t ld = RoundUp(columns, 16) + 16;
-  const Dense sums = RandomValues(kRows, columns, random), vectors = RandomValues(3, columns, random);
+  Dense sums = RandomValues(kRows, columns, random), vectors = RandomValues(3, columns, random);
+  if (c.alone) {
+    sums = Dense(kRows, columns);
+    for (std::int64_t i = 0; i < columns; ++i) vectors(0, i) = 0;  // the bias
+  }
   const Dense addend = RandomValues(kRows, columns, random), residual = RandomValues(kRows, columns, random);
   const Rows sum_rows(DType::kFloat32, sums, ld), vector_rows(DType::kFloat32, vectors, columns);
   const Rows addend_rows(dtype, addend, columns + 3), residual_rows(dtype, residual, columns + 5);
   const Rows out(dtype, kRows, columns, columns + 7), pre(dtype, kRows, columns, columns + 2);
   const Rows normalized(dtype, kRows, columns, columns);
-  const PoisonedBuffer row(ld * 4);
+  const PoisonedBuffer values(EpilogueScratch(columns) * 4), turned(16 * ld * 4);
+  const Rows columns_of_sums(DType::kFloat32, Transposed(sums, RoundUp(columns, 16), 16), 32);
   float inverse_std[kRows];
   RowEpilogueArgs args;
   args.dtype = dtype;
   args.rows = kRows;
   args.columns = columns;
-  args.sums = static_cast<const float*>(sum_rows.data());
+  args.sums = transposed ? turned.As<float>() : static_cast<float*>(sum_rows.data());
+  if (c.alone) args.sums = nullptr;
+  args.transposed = transposed ? static_cast<const float*>(columns_of_sums.data()) : nullptr;
+  args.transposed_ld = columns_of_sums.stride();
   args.ld = ld;
   args.bias = static_cast<const float*>(vector_rows.data());
   args.gamma = args.bias + columns;
@@ -145,11 +192,11 @@ void CheckEpilogue(const KernelTier& tier, DType dtype, std::int64_t columns, co
   args.activation = c.activation;
   args.norm = c.norm;
   args.epsilon = static_cast<float>(kEpsilon);
-  args.row = row.As<float>();
+  args.values = values.As<float>();
   args.out = out.data();
   args.out_stride = out.stride();
   args.stream = stream;
-  args.pre = pre.data();
+  args.pre = c.alone ? nullptr : pre.data();
   args.pre_stride = pre.stride();
   if (c.norm != Norm::kNone) {
     args.normalized = normalized.data();
@@ -157,6 +204,7 @@ void CheckEpilogue(const KernelTier& tier, DType dtype, std::int64_t columns, co
   }
   tier.fused.row_epilogue(args);
   FinishStores();
+  ExpectSameBitsOfSingleRows(tier, args, out);
   out.ExpectGapsUntouched();
   pre.ExpectGapsUntouched();
   for (std::int64_t r = 0; r < kRows; ++r) {
@@ -164,7 +212,7 @@ void CheckEpilogue(const KernelTier& tier, DType dtype, std::int64_t columns, co
     for (std::int64_t i = 0; i < columns; ++i) {
       const auto at = static_cast<std::size_t>(i);
       ExpectNear(dtype, out(r, i), expected.out[at], "out", r, i);
-      ExpectNear(dtype, pre(r, i), expected.pre[at], "pre", r, i);
+      if (!c.alone) ExpectNear(dtype, pre(r, i), expected.pre[at], "pre", r, i);
       if (c.norm != Norm::kNone) ExpectNear(dtype, normalized(r, i), expected.normalized[at], "normalized", r, i);
     }
     if (c.norm != Norm::kNone) {
@@ -174,15 +222,19 @@ void CheckEpilogue(const KernelTier& tier, DType dtype, std::int64_t columns, co
 }
 
 TEST_P(FusedKernelsTest, RowEpilogue) {
-  const EpilogueCase cases[] = {{Activation::kNone, Norm::kLayerNorm, false, true},
-                                {Activation::kGelu, Norm::kNone, false, false},
-                                {Activation::kGeluTanh, Norm::kRmsNorm, true, true},
-                                {Activation::kGelu, Norm::kLayerNorm, true, false}};
+  const EpilogueCase cases[] = {
+      {Activation::kNone, Norm::kLayerNorm, false, true},    {Activation::kGelu, Norm::kNone, false, false},
+      {Activation::kGeluTanh, Norm::kRmsNorm, true, true},   {Activation::kGelu, Norm::kLayerNorm, true, false},
+      {Activation::kGelu, Norm::kLayerNorm, false, true},    {Activation::kNone, Norm::kLayerNorm, false, true, true},
+      {Activation::kNone, Norm::kRmsNorm, false, true, true}};
   for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
     for (const EpilogueCase& c : cases) {
       for (const std::int64_t columns : {2, 7, 15, 16, 17, 31, 32, 33, 47, 64, 65, 100, 770}) {
         SCOPED_TRACE(testing::Message() << columns << " columns, dtype " << static_cast<int>(dtype));
-        for (const bool stream : {false, true}) CheckEpilogue(*tier_, dtype, columns, c, stream);
+        for (const bool stream : {false, true}) {
+          CheckEpilogue(*tier_, dtype, columns, c, stream, false);
+          if (!c.alone) CheckEpilogue(*tier_, dtype, columns, c, stream, true);
+        }
         if (HasFatalFailure()) return;
       }
     }
@@ -504,7 +556,7 @@ TEST_P(FusedKernelsTest, ExactProductsOfEverySizeAndDivision) {
         }
       }
     }
-    // More than the caches hold: rows that are no whole lines are streamed.
+    // More than the caches hold, in rows that are no whole lines.
     CheckExactLinear(dtype, 3000, 770, 33, false, Norm::kNone, one);
   }
   ForceIsa("");
