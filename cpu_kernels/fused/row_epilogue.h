@@ -138,10 +138,8 @@ MOESAIC_INLINE void Statistics(const RowEpilogueArgs& args, const EpilogueRows<T
   for (int r = 0; r < kRows; ++r) at.inverse_std[r] = 1.0f / __builtin_sqrtf(at.inverse_std[r] / count + args.epsilon);
 }
 
-/// A line: v or, of bf16, both.
-MOESAIC_INLINE void StoreLine(float* to, F32x16 v, F32x16, bool stream) { stream ? StreamF32(to, v) : StoreF32(to, v); }
-MOESAIC_INLINE void StoreLine(BFloat16* to, F32x16 v, F32x16 next, bool stream) {
-  const U16x32 line = NarrowBoth(v, next);
+MOESAIC_INLINE void StoreLine(float* to, F32x16 line, bool stream) { stream ? StreamF32(to, line) : StoreF32(to, line); }
+MOESAIC_INLINE void StoreLine(BFloat16* to, U16x32 line, bool stream) {
   if (stream) return StreamLine(to, line);
   std::memcpy(to, &line, sizeof(line));
 }
@@ -151,7 +149,7 @@ template <int kRows, typename T, class Values>
 MOESAIC_INLINE void StoreOut(const RowEpilogueArgs& args, T* out, Values values) {
   const std::int64_t stride = args.out_stride;
   const auto store = [&](std::int64_t c, std::int64_t n, bool stream) MOESAIC_INLINE_LAMBDA {
-    F32x16 v[kRows], next[kRows];
+    F32x16 v[kRows];
     if (n < kLineValues<T>) {
       for (const std::int64_t end = c + n; c < end; c += 16) {
         const std::int64_t part = end - c < 16 ? end - c : 16;
@@ -161,10 +159,15 @@ MOESAIC_INLINE void StoreOut(const RowEpilogueArgs& args, T* out, Values values)
       return;
     }
     values(c, 16, v);
-    if constexpr (sizeof(T) == sizeof(BFloat16)) values(c + 16, 16, next);
-    for (int r = 0; r < kRows; ++r) {
-      if (!stream) __builtin_prefetch(out + (kRows + r) * stride + c, 1);
-      StoreLine(out + r * stride + c, v[r], next[r], stream);
+    if (!stream) {
+      for (int r = 0; r < kRows; ++r) __builtin_prefetch(out + (kRows + r) * stride + c, 1);
+    }
+    if constexpr (sizeof(T) == sizeof(float)) {
+      for (int r = 0; r < kRows; ++r) StoreLine(out + r * stride + c, v[r], stream);
+    } else {
+      F32x16 next[kRows];
+      values(c + 16, 16, next);
+      for (int r = 0; r < kRows; ++r) StoreLine(out + r * stride + c, NarrowBoth(v[r], next[r]), stream);
     }
   };
   ForVectors<kLineValues<T>>(out, args.columns, args.stream, store);

@@ -82,7 +82,6 @@ void ExpectNear(DType dtype, float value, double expected, const char* what, std
 
 class FusedKernelsTest : public TierTest {};
 
-/// One row of the reference: v, and out of it.
 /// NaN where `values` ends: nothing there may count.
 Dense Transposed(const Dense& values, std::int64_t rows, std::int64_t columns) {
   Dense result(rows, columns);
@@ -94,6 +93,7 @@ Dense Transposed(const Dense& values, std::int64_t rows, std::int64_t columns) {
   return result;
 }
 
+/// One row of the reference: v, and out of it.
 struct Reference {
   std::vector<double> pre, normalized, out;
   double inverse_std = 0;
