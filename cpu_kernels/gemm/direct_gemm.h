@@ -150,7 +150,7 @@ void DirectGemm(const DirectGemmArgs& args) {
   // of activations too, 16 threads take a tenth longer.)
   const bool once = Cell::kVectorsIdle && passes == 1;
   const std::int64_t columns_ahead = sliced ? Cell::kSliceTiles : once ? kSuperblock : kMaxRuns * kSuperblock;
-  DirectSlices slice(args.segments, sliced ? Cell::kSliceTiles : 0);
+  DirectSlices slice(args.segments, sliced ? Cell::kSliceTiles : args.depth);
   std::int64_t pieces = 0;
   for (DirectSlices all = slice; !all.done(); all.Next()) pieces += count * CeilDiv(args.panels, Cell::kMaxA);
   OthersAhead others(args.prefetch, pieces);
