@@ -258,6 +258,7 @@ void RegisterEvaluator(py::module_& module) {
       py::arg("jobs"), py::arg("hidden"), py::arg("intermediate"), py::arg("threads"), py::arg("slots"));
   module.def("parts_of_long_job", &PartsOfLongJob, py::arg("rows"), py::arg("all_rows"), py::arg("threads"));
   module.def("tokens_per_merge", &TokensPerMerge, py::arg("tokens"), py::arg("threads"));
+  module.def("are_stored_rows", &AreStoredRows, py::arg("rows"), py::arg("most_few"), py::arg("most_stored"));
   module.def("unpack_slice", &UnpackSlice, py::arg("matrix_unit"), py::arg("tiles"), py::arg("panels"), py::arg("l2_bytes"));
   module.def(
       "adapters_in_place",

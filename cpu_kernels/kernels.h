@@ -52,9 +52,6 @@ struct DirectGemmArgs : DirectProduct {
   std::int64_t panels = 0;             ///< rows of C / 16
   std::int64_t activation_panels = 0;  ///< columns of C / 16
   std::int64_t ldc = 0;                ///< elements, a multiple of 16
-  std::int64_t depth = 0;              ///< tiles (32 columns) of the contraction that are taken at a time, so that their
-                                       ///< activations stay in cache: a multiple of 8; 0: all. No effect on a matrix unit,
-                                       ///< which has slices of its own, nor with row_count
   std::int64_t row_count = 0;          ///< 1 to KernelTier::most_stored_rows: activations are stored tiles, of which so many
                                        ///< rows count; columns of C beyond, up to a multiple of 16, are given 0
   BFloat16* scratch = nullptr;         ///< DirectScratchElements(...), 64-byte aligned: decoded weights; null for bf16

@@ -20,8 +20,7 @@ using threadpool::Pool;
 /// Columns of sums that a task without a norm computes before it goes over them.
 constexpr std::int64_t kChunkColumns = 512;
 /// What the direct form needs of the contraction in L2 at a time: a slice, or a matrix unit's and the next
-/// (gemm/direct_gemm.h). A contraction that fits L2 as a whole but leaves little of it is not kept there: memory's pages of
-/// 4 KB share sets by chance. (Two Zen 4 cores, 4,096: 5% less than without slices; 512, 768, 1,536: 6, 5, 5%.)
+/// (gemm/direct_gemm.h).
 constexpr std::int64_t kSlicesDepth = 1024;
 
 /// Rows of a block, at most. Weights take longer to multiply with 128 rows than to bring; more only fill a cache that the other
@@ -286,7 +285,6 @@ class LinearRun {
       gemm.activation_panels = memory.input.panels;
       gemm.c = memory.transposed_sums;
       gemm.ldc = SumsPitch(plan_.block_rows);
-      gemm.depth = kSlicesDepth / kTileColumns;
       // After the last columns the next block begins with the first; where columns are split, nobody knows with which.
       const std::int64_t next = to < shape_.columns ? to / kPanelRows : 0;
       if (plan_.splits == 1) gemm.prefetch = {weights, next, weights.panels - next, 0, weights.columns};

@@ -6,7 +6,7 @@
 //   template <int NA, int NB, class Aside>
 //   static void Compute(const CellRun* runs, int count, float* c, std::int64_t ldc, bool accumulate, Aside& aside);
 //   static constexpr bool kVectorsIdle;
-//   static constexpr std::int64_t kSliceTiles;  // see direct_gemm.h; 0: contractions are not cut
+//   static constexpr std::int64_t kSliceTiles;  // of contractions of many rows, see direct_gemm.h; 0: they are not cut
 //   using Product = ...;  // for few_rows.h, register_direct.h and register_unpack.h; void where the cell does it all
 //
 // with C[16 a + i][16 b + j] (+)= sum over runs, tiles, pairs p: left_a[i][p] . right_b[p][j]. It makes an Aside::Steps of

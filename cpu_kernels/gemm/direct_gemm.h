@@ -137,20 +137,21 @@ inline constexpr std::int64_t kOfPageOnce = 3;
 
 /// A piece of the direct form, kMaxA panels of the weights along one slice, is multiplied with all activations before the next:
 /// all panels of a slice, the twin's after the others, then those of the next slice. Cells with slices use them where they meet
-/// weights more than once: a piece stays in L1, the slice of the activations in L2, past L1 for each product. (With both
-/// factors from L2, tile loads alone fill its bandwidth.) All sums of the call then wait in C.
+/// weights more than once: the slice of the activations stays in L2 and, on a matrix unit, the piece in L1, past which the
+/// activations go for each product. (With both factors from L2, tile loads alone fill its bandwidth.) All sums of the call
+/// then wait in C.
 template <class Cell>
 void DirectGemm(const DirectGemmArgs& args) {
   const DirectProduct* const products[] = {&args, &args.twin};
   const int count = args.twin.segments.empty() ? 1 : 2;
   const bool sliced = Cell::kSliceTiles > 0 && args.activation_panels > Cell::kMaxB && args.panels > 1;
-  const int nb_most = sliced ? 1 : Cell::kMaxB;
+  const int nb_most = sliced && Cell::kVectorsIdle ? 1 : Cell::kMaxB;
   const std::int64_t passes = CeilDiv(args.activation_panels, nb_most);
   // Tile loads that meet weights once: these need be no more than a superblock ahead. (Without prefetches, with a single panel
   // of activations too, 16 threads take a tenth longer.)
   const bool once = Cell::kVectorsIdle && passes == 1;
   const std::int64_t columns_ahead = sliced ? Cell::kSliceTiles : once ? kSuperblock : kMaxRuns * kSuperblock;
-  DirectSlices slice(args.segments, sliced ? Cell::kSliceTiles : args.depth);
+  DirectSlices slice(args.segments, sliced ? Cell::kSliceTiles : 0);
   std::int64_t pieces = 0;
   for (DirectSlices all = slice; !all.done(); all.Next()) pieces += count * CeilDiv(args.panels, Cell::kMaxA);
   OthersAhead others(args.prefetch, pieces);

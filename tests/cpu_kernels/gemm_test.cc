@@ -449,7 +449,6 @@ TEST_P(GemmRandom, DirectFormSameBitsForAnyBlocking) {
         DirectGemmArgs args = cut.args;
         args.first_panel = p;
         args.panels = std::min<std::int64_t>(1 + static_cast<std::int64_t>(random() % 4), whole.args.panels - p);
-        args.depth = 8 * static_cast<std::int64_t>(random() % 4);
         args.c = cut.args.c + p * 16 * args.ldc;
         if (trial == 2) {
           for (std::size_t s = 0; s < cut.segments.size(); ++s) {

@@ -405,6 +405,9 @@ def choose_blocking(jobs: int, hidden: int, intermediate: int, threads: int, slo
 def tokens_per_merge(tokens: int, threads: int) -> int:
     """Tokens that one task of a merge adds up; cpu_kernels/tile_evaluator.h."""
 
+def are_stored_rows(rows: int, most_few: int, most_stored: int) -> bool:
+    """Whether the direct form takes so many rows in another way than by cells; cpu_kernels/gemm/tiles.h."""
+
 def unpack_slice(matrix_unit: bool, tiles: int, panels: int, l2_bytes: int) -> int:
     """Right tiles of a slice of the unpack form's contraction, 0: all; cpu_kernels/tile_evaluator.h."""
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from moesaic import _core
 from moesaic.perf.gemm_evaluator import GemmEvaluator
 from moesaic.perf.layer_plan import round_up
 from moesaic.perf.machine import Machine
@@ -186,8 +187,9 @@ class Products:
         return self._direct_rows(rows)
 
     def _are_transposed(self, rows: int) -> bool:
-        """Whether the direct form transposes weights for so many rows: they are no whole panels, which cells take."""
-        return self.figures["most_few_rows"] < rows <= self.figures["most_stored_rows"] and rows % 16 != 0
+        """Whether the direct form transposes weights for so many rows; others are few, or cells take them."""
+        few: int = self.figures["most_few_rows"]
+        return rows > few and _core.are_stored_rows(rows, few, self.figures["most_stored_rows"])
 
     def _direct_rows(self, rows: int) -> int:
         """Of the direct form: eight at a time up to `most_few_rows`, each up to `most_stored_rows`; else whole panels,
