@@ -74,8 +74,9 @@ Plan MakePlan(const Shape& shape, Form form, bool whole_rows, int threads) {
   const std::int64_t columns = RoundUp(shape.columns, 32), depth = RoundUp(shape.depth, 32);
   const bool is_bf16 = form != Form::kFp32;
   const std::int64_t slices = std::min(depth, kSlicesDepth);
-  const std::int64_t input_bytes =
-      form == Form::kDirect ? 2 * slices : form == Form::kUnpack ? 2 * depth : 4 * std::min(depth, kFp32Depth);
+  const std::int64_t input_bytes = form == Form::kDirect   ? 2 * slices
+                                   : form == Form::kUnpack ? 2 * depth
+                                                           : 4 * std::min(depth, kFp32Depth);
   const std::int64_t row_bytes = input_bytes + 4 * (whole_rows ? columns : std::min(columns, kChunkColumns));
   // Beside the rows: two tile columns of weights, unpacked, or a cell's panels of them and the next ones.
   const std::int64_t panels = 64 * slices * ChosenKernels().left_panels;
