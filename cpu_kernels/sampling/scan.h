@@ -248,6 +248,38 @@ inline void BlockMass(const BlockMassArgs& args) {
   for (std::int64_t b = 0; b < args.count; ++b) args.mass[b] *= static_cast<double>(args.sum[b]);
 }
 
+/// The blocks of [first, last) whose maximum is not below a bound, in their order. Found 64 at a time: whether the next one is
+/// among them cannot be predicted.
+class BlocksReaching {
+ public:
+  MOESAIC_INLINE BlocksReaching(const float* max, std::int64_t first, std::int64_t last, float low)
+      : max_(max), end_(first), last_(last), low_(low) {}
+
+  /// The next one; `last` behind the last one.
+  MOESAIC_INLINE std::int64_t Next() {
+    while (found_ == 0) {
+      if (end_ == last_) return last_;
+      begin_ = end_;
+      end_ = last_ - begin_ < 64 ? last_ : begin_ + 64;
+      for (std::int64_t b = begin_; b < end_; ++b) found_ |= std::uint64_t{max_[b] < low_ ? 0u : 1u} << (b - begin_);
+    }
+    const std::int64_t block = begin_ + __builtin_ctzll(found_);
+    found_ &= found_ - 1;
+    return block;
+  }
+
+ private:
+  const float* max_;
+  std::int64_t begin_ = 0, end_, last_;
+  std::uint64_t found_ = 0;
+  float low_;
+};
+
+/// Blocks that are fetched ahead where few are read, for the hardware does not know which. (Two Zen 4 cores, a row that both of
+/// them have scanned, some 60 blocks of 594: 3.0 us for 3.8 and, where they have no cache in common, 7.5 for 10.4; two are as
+/// good, of most blocks 10.7 for 10.1.)
+inline constexpr int kBlocksFetched = 3;
+
 template <bool kMass, typename T>
 inline std::int64_t CollectOf(const T* logits, const CollectArgs& args) {
   const Power power(args.inverse_temperature);
@@ -255,9 +287,23 @@ inline std::int64_t CollectOf(const T* logits, const CollectArgs& args) {
   const auto reference = static_cast<float>(args.reference);
   T room[kSamplingBlock];
   std::int64_t count = 0;
+  std::int64_t reaching = 0;
   for (std::int64_t b = args.first; b < args.last; ++b) {
     if constexpr (kMass) args.mass[b] = 0;
-    if (args.max[b] < args.low) continue;
+    reaching += args.max[b] < args.low ? 0 : 1;
+  }
+  const bool few = 4 * reaching < args.last - args.first;
+  BlocksReaching blocks(args.max, args.first, args.last, args.low), ahead = blocks;
+  const auto fetch = [&] {
+    const std::int64_t b = ahead.Next();
+    if (b == args.last) return;
+    for (std::int64_t i = 0; i < kSamplingBlock * static_cast<std::int64_t>(sizeof(T)); i += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(logits + b * kSamplingBlock) + i);
+    }
+  };
+  for (int i = 0; i < kBlocksFetched && few; ++i) fetch();
+  for (std::int64_t b = blocks.Next(); b < args.last; b = blocks.Next()) {
+    if (few) fetch();
     const T* p = WholeBlock(logits, b, args.row.size, room);
     F32x16 sums[2] = {};
     std::uint16_t inside[kBlockVectors];
