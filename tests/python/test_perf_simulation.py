@@ -257,22 +257,22 @@ def test_a_simulation_leaves_no_garbage() -> None:
     assert gc.collect() == 0
 
 
-@pytest.mark.parametrize(("before", "full"), [("", 0), ("gc.collect = lambda: 0", 1)])
-def test_the_first_simulation_meets_no_full_collection(tmp_path: Path, before: str, full: int) -> None:
-    """Which it does where the import makes none."""
+def test_the_first_simulation_meets_no_full_collection(tmp_path: Path) -> None:
+    """The import ends with one. (Where it makes none, whether the simulation meets one depends on Python's version.)"""
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
     program = f"""
 import gc
-{before}
+collected = []
+gc.callbacks.append(lambda phase, info: collected.append(info["generation"]) if phase == "start" else None)
 import moesaic.perf as perf
-full = []
-gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 and phase == "start" else None)
+of_import = [generation for generation in collected if generation > 0]
+collected.clear()
 evaluator = perf.GemmEvaluator(perf.Machine.named("emr-16c"), cache=perf.Cache({str(tmp_path)!r}), space="published")
 perf.run_simulation(
     perf.Topology(), {str(tmp_path / "config.json")!r}, perf.Inference("prefill", 128, 1, 4), None, evaluator
 )
-print(len(full))
+print(of_import[-1], collected.count(2))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == full
+    assert done.stdout.split() == ["2", "0"]
