@@ -19,8 +19,7 @@ using threadpool::Pool;
 
 /// Columns of sums that a task without a norm computes before it goes over them.
 constexpr std::int64_t kChunkColumns = 512;
-/// What the direct form needs of the contraction in L2 at a time: a slice, or a matrix unit's and the next
-/// (gemm/direct_gemm.h).
+/// What a matrix unit needs of the contraction in L2 at a time: this slice and the next (gemm/direct_gemm.h).
 constexpr std::int64_t kSlicesDepth = 1024;
 
 /// Rows of a block, at most. Weights take longer to multiply with 128 rows than to bring; more only fill a cache that the other
@@ -72,23 +71,22 @@ enum class Form { kFp32, kDirect, kUnpack };
 
 Plan MakePlan(const Shape& shape, Form form, bool whole_rows, int threads) {
   const std::int64_t columns = RoundUp(shape.columns, 32), depth = RoundUp(shape.depth, 32);
-  const bool is_bf16 = form != Form::kFp32;
-  const std::int64_t slices = std::min(depth, kSlicesDepth);
-  const std::int64_t input_bytes = form == Form::kDirect   ? 2 * slices
-                                   : form == Form::kUnpack ? 2 * depth
-                                                           : 4 * std::min(depth, kFp32Depth);
+  const bool is_bf16 = form != Form::kFp32, sliced = form == Form::kDirect && ChosenKernels().unpack_overlaps;
+  const std::int64_t input_bytes =
+      is_bf16 ? 2 * (sliced ? std::min(depth, kSlicesDepth) : depth) : 4 * std::min(depth, kFp32Depth);
   const std::int64_t row_bytes = input_bytes + 4 * (whole_rows ? columns : std::min(columns, kChunkColumns));
   // Beside the rows: two tile columns of weights, unpacked, or a cell's panels of them and the next ones.
-  const std::int64_t panels = 64 * slices * ChosenKernels().left_panels;
+  const std::int64_t panels = 64 * (sliced ? std::min(depth, kSlicesDepth) : depth) * ChosenKernels().left_panels;
   const std::int64_t fixed = form == Form::kUnpack ? 128 * depth : form == Form::kDirect ? panels : 64 << 10;
   const std::int64_t budget = std::max<std::int64_t>(HostCaches().l2 / 8 * 7 - fixed, 0);
   // A block's whole operand is kept, and read again for each chunk of columns: no more of it than L2 holds.
   const std::int64_t operand_rows = is_bf16 ? HostCaches().l2 / (2 * depth) : budget / row_bytes;
   const std::int64_t fitting = std::min(budget / row_bytes, operand_rows);
-  // Whole passes of a cell, two at least: 128 rows are three where it takes 48, and one of them is not full.
+  // Two passes of a cell at least and, of many blocks, whole ones: 128 rows are three where it takes 48, and one is not full.
   const std::int64_t pass = kPanelRows * (form == Form::kDirect ? ChosenKernels().right_panels : 2);
   const std::int64_t most_rows = form == Form::kUnpack ? kMostUnpackRows : kMostBlockRows;
-  const std::int64_t most = std::clamp(fitting, 2 * pass, most_rows) / pass * pass;
+  const std::int64_t unit = shape.rows > 2 * threads * kMostBlockRows ? pass : 32;
+  const std::int64_t most = std::clamp(fitting, 2 * pass, most_rows) / unit * unit;
   Plan plan{};
   // Larger ones only where each thread still has two.
   const std::int64_t half = RoundUp(CeilDiv(shape.rows, 2 * threads), 32);

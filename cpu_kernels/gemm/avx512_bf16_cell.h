@@ -48,7 +48,7 @@ struct Avx512Bf16Cell {
   static constexpr int kMaxA = 1;
   static constexpr int kMaxB = 3;
   static constexpr bool kVectorsIdle = false;
-  /// Longer contractions do not stay in L2, where pages of 4 KB share sets by chance. (Two Zen 4 cores, weights from memory,
+  /// Longer contractions do not stay in L2, where pages of 4 KB share sets by chance. (One Zen 4 core, weights from memory,
   /// 64, 96, 128 rows x 7,168, of the ceiling 0.55, 0.83, 0.76; in slices of 24 tiles 0.90, 0.88, 0.91, of 32 0.91 all three,
   /// of 48 0.91, 0.94, 0.89.)
   static constexpr std::int64_t kSliceTiles = 32;

@@ -5,7 +5,7 @@
 // (Two Zen 5 cores, weights from memory, 2,048 x 1,536, GFLOP/s beside parts of lines (few_rows.h) and cells: 42 rows 882 and
 // 784, 66 rows 912 and 747, 250 rows 976 and 930; of a few whole panels cells are faster, 96 rows 943 and 962. Transposed by
 // masked loads, which take half of the shuffles, 5% slower with 64 rows, and beside the products before 4%. All panels of a
-// slice before the next slice, sums waiting in C, on two Zen 4 cores: 1 to 5% slower with 61 to 350 rows.)
+// slice before the next slice, sums waiting in C, on two Zen 4 cores: 1 to 5% slower with 61 and 250 rows.)
 #pragma once
 
 #include <cstdint>

@@ -33,8 +33,8 @@ MOESAIC_INLINE std::int64_t RoundUp(std::int64_t a, std::int64_t b) { return Cei
 
 /// Whether the direct form takes so many rows as stored tiles: few, or up to `most_stored` but for four to eight whole panels,
 /// which fill cells. (Three panels, which cells meet in a single pass, do not hide the weights' way from memory: 660 to 930
-/// GFLOP/s on two Zen 5 cores, where others reach 880. Of more the activations do not stay in L2: 192 and 352 rows x 2,048 0.80
-/// to 0.89 of two Zen 4 cores' ceiling, 190 and 350 0.88 to 0.93.)
+/// GFLOP/s on two Zen 5 cores, where others reach 880. Of more the activations do not stay in L2: 192 and 352 rows x 2,048 0.79
+/// to 0.93 of two Zen 4 cores' ceiling, 190 and 350 0.86 to 0.94.)
 MOESAIC_INLINE bool AreStoredRows(std::int64_t rows, std::int64_t most_few, std::int64_t most_stored) {
   const bool fill_cells = rows % kPanelRows == 0 && rows >= 4 * kPanelRows && rows <= 8 * kPanelRows;
   return rows <= most_few || (rows <= most_stored && !fill_cells);
