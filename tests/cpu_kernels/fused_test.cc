@@ -581,24 +581,28 @@ TEST(FusedLayerTest, UnpacksWhatWasPacked) {
 TEST(FusedLayerTest, SameBitsForEveryDivision) {
   std::mt19937_64 random(6);
   for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
-    const Dense weight = RandomValues(290, 530, random), x = RandomValues(333, 530, random), r = RandomValues(333, 290, random);
-    const Rows weight_rows(dtype, weight, 530), x_rows(dtype, x, 530), residual(dtype, r, 290);
-    std::vector<Rows> results;
-    for (const int threads : {1, 2, 7, 40}) {
-      threadpool::Pool pool(threads);
-      const fused::PackedMatrix packed(weight_rows.view(), pool);
-      results.emplace_back(dtype, 333, 290, 290);
-      fused::LinearArgs args;
-      args.x = x_rows.view();
-      args.weight = &packed;
-      args.residual = residual.view();
-      args.norm = Norm::kLayerNorm;
-      args.activation = Activation::kGelu;
-      args.epsilon = 1e-12f;
-      args.out = results.back().view();
-      fused::Linear(args, pool);
-      const std::size_t bytes = std::size_t{333} * 290 * static_cast<std::size_t>(SizeOf(dtype));
-      ASSERT_EQ(std::memcmp(results.back().data(), results.front().data(), bytes), 0) << threads << " threads";
+    for (const std::int64_t rows : {3, 45, 333}) {
+      const Dense weight = RandomValues(290, 530, random), x = RandomValues(rows, 530, random),
+                  r = RandomValues(rows, 290, random);
+      const Rows weight_rows(dtype, weight, 530), x_rows(dtype, x, 530), residual(dtype, r, 290);
+      std::vector<Rows> results;
+      for (const int threads : {1, 2, 7, 40}) {
+        threadpool::Pool pool(threads);
+        const fused::PackedMatrix packed(weight_rows.view(), pool);
+        results.emplace_back(dtype, rows, 290, 290);
+        fused::LinearArgs args;
+        args.x = x_rows.view();
+        args.weight = &packed;
+        args.residual = residual.view();
+        args.norm = Norm::kLayerNorm;
+        args.activation = Activation::kGelu;
+        args.epsilon = 1e-12f;
+        args.out = results.back().view();
+        fused::Linear(args, pool);
+        const auto bytes = static_cast<std::size_t>(rows * 290 * SizeOf(dtype));
+        ASSERT_EQ(std::memcmp(results.back().data(), results.front().data(), bytes), 0)
+            << rows << " rows, " << threads << " threads";
+      }
     }
   }
 }
