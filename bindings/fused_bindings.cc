@@ -105,14 +105,43 @@ void CheckRank(const TensorView& view, const char* name, int rank = 2) {
                               std::to_string(rank));
 }
 
+/// The rows of a tensor [..., features] as one matrix. Throws std::invalid_argument where they do not follow each other.
+TensorView RowsOf(const TensorView& view, const char* name) {
+  if (view.rank == 2) return view;
+  if (view.rank == 1) return {view.data, view.dtype, 2, {1, view.shape[0], 0}, {view.shape[0], view.stride[0], 0}};
+  const std::int64_t outer = view.shape[0], inner = view.shape[1];
+  if (outer > 1 && inner > 1 && view.stride[0] != inner * view.stride[1]) {
+    throw std::invalid_argument(std::string(name) +
+                                " has rows that do not follow each other; expected three dimensions of which " +
+                                "the first two can be one");
+  }
+  return {view.data,
+          view.dtype,
+          2,
+          {outer * inner, view.shape[2], 0},
+          {inner > 1 ? view.stride[1] : view.stride[0], view.stride[2], 0}};
+}
+
+/// Contiguous, as `like` with `features` in the last dimension.
+OutputTensor RowsLike(const TensorView& like, std::int64_t features) {
+  TensorView layout = like;
+  layout.shape[static_cast<std::size_t>(like.rank - 1)] = features;
+  std::int64_t stride = 1;
+  for (int d = like.rank - 1; d >= 0; --d) {
+    layout.stride[static_cast<std::size_t>(d)] = stride;
+    stride *= layout.shape[static_cast<std::size_t>(d)];
+  }
+  return OutputTensor::Like(layout);
+}
+
 /// @param save  whether what backward needs is returned too
 py::tuple Linear(const py::object& x, const PackedMatrix* weight, bool transposed, const py::object& bias,
                  const py::object& addend, const std::string& activation, const py::object& residual, const std::string& norm,
                  const py::object& gamma, const py::object& beta, float epsilon, bool save, const py::object& out) {
   UsesTorch torch;
   fused::LinearArgs args;
-  args.x = ViewOf(x, {"x"}, kTypes);
-  CheckRank(args.x, "x");
+  const TensorView x_view = ViewOf(x, {"x"}, kTypes);
+  args.x = RowsOf(x_view, "x");
   args.weight = weight;
   args.transposed = transposed;
   const std::int64_t rows = args.x.shape[0], columns = Columns(args.x, weight, transposed);
@@ -121,7 +150,7 @@ py::tuple Linear(const py::object& x, const PackedMatrix* weight, bool transpose
   args.bias = bias_values.data();
   args.addend = OptionalView(addend, "addend");
   args.activation = ActivationOf(activation);
-  args.residual = OptionalView(residual, "residual");
+  if (!residual.is_none()) args.residual = RowsOf(ViewOf(residual, {"residual"}, kTypes), "residual");
   args.norm = NormOf(norm);
   args.gamma = gamma_values.data();
   args.beta = beta_values.data();
@@ -131,7 +160,7 @@ py::tuple Linear(const py::object& x, const PackedMatrix* weight, bool transpose
   }
   OutputTensor fresh, pre, normalized, inverse_std;
   if (out.is_none()) {
-    args.out = (fresh = OutputTensor::Contiguous(args.x.dtype, rows, columns)).view();
+    args.out = RowsOf((fresh = RowsLike(x_view, columns)).view(), "out");
   } else {
     args.out = ViewOf(out, {"out"}, kTypes);
   }

@@ -165,9 +165,10 @@ def fused_linear(
     save: bool = False,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """norm(activation(x W^T + bias + addend) + residual) of 2-D tensors; x W if `transposed`; norm(x) without a weight.
+    """norm(activation(x W^T + bias + addend) + residual); x W if `transposed`; norm(x) without a weight.
 
-    Vectors are fp32 and contiguous. With `save` also the activation's input, the norm's result before gamma and beta,
+    `x` and `residual` have one to three dimensions, whose rows follow each other, the first result those of `x`; all
+    others have two. Vectors are fp32 and contiguous. With `save` also the activation's input, the norm's result before gamma and beta,
     and 1 / std [rows, 1], where there is an activation or a norm."""
 
 def norm_backward(

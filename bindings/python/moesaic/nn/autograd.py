@@ -10,7 +10,7 @@ import torch
 from moesaic import _core
 from moesaic.autograd import differentiable_once
 
-__all__ = ["Fusion", "fused_linear", "silu_mul"]
+__all__ = ["Fusion", "fused_linear", "rows_of", "silu_mul"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +143,30 @@ def fused_linear(
     """``norm(activation(x W^T + bias + addend) + residual)``, or ``norm(x)`` without `packed`.
 
     Args:
+        x, residual: ``[..., features]``; `addend` is ``[rows, features]``.
         packed: W; `weight` is the tensor it was packed from where that requires a gradient.
-        out: where the result goes; only where nothing requires a gradient.
+        out: where the result goes, 2-D as `x` then; only where nothing requires a gradient.
     """
     tensors = (x, weight, bias, addend, residual, gamma, beta)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        result: torch.Tensor = _FusedLinear.apply(  # type: ignore[no-untyped-call]
-            fusion, packed, x, weight, bias, addend, residual, gamma, beta
-        )
-        return result
-    return _compute(fusion, packed, x, bias, addend, residual, gamma, beta, False, out)[0]
+    train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if not train and x.dim() <= 3 and x.is_contiguous() and (residual is None or residual.is_contiguous()):
+        return _compute(fusion, packed, x, bias, addend, residual, gamma, beta, False, out)[0]
+    features = x.shape[-1] if packed is None else packed.rows
+    shape = (*x.shape[:-1], features)
+    x = rows_of(x)
+    residual = None if residual is None else rows_of(residual)
+    if not train:
+        return _compute(fusion, packed, x, bias, addend, residual, gamma, beta, False, out)[0].view(shape)
+    result: torch.Tensor = _FusedLinear.apply(  # type: ignore[no-untyped-call]
+        fusion, packed, x, weight, bias, addend, residual, gamma, beta
+    )
+    return result.view(shape)
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """``[rows, features]`` with contiguous features; a view wherever it can be one."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def silu_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

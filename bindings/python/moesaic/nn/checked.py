@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from moesaic import forward_mode
-from moesaic.nn.autograd import Fusion, fused_linear
+from moesaic.nn.autograd import Fusion, fused_linear, rows_of
 from moesaic.nn.linear import PackedLinear
 
-__all__ = ["check", "check_inplace", "epsilon", "gelu", "linear", "norm", "required", "rows_of"]
+__all__ = ["check", "check_inplace", "epsilon", "gelu", "linear", "norm", "required"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -34,30 +34,27 @@ def linear(
     check(x, "x", w.in_features)
     if x.dtype != w.dtype:
         raise ValueError(f"x is {x.dtype}; expected {w.dtype}, as w was packed")
-    shape = (*x.shape[:-1], w.out_features)
     if residual is not None:
         check(residual, "residual", w.out_features)
-        if tuple(residual.shape) != shape or residual.dtype != x.dtype:
+        shape = (*x.shape[:-1], w.out_features)
+        if residual.shape != shape or residual.dtype != x.dtype:
             raise ValueError(
                 f"residual has shape {list(residual.shape)} and is {residual.dtype}; "
                 f"expected {list(shape)} and {x.dtype}, as x and w give it"
             )
-        residual = rows_of(residual)
     if fusion.norm != "none":
         _check_vector(required(gamma, "gamma"), "gamma", w.out_features)
     if fusion.norm == "layernorm":
         _check_vector(required(beta, "beta"), "beta", w.out_features)
-    rows = rows_of(x)
     for pair in w.lora:
-        low = F.linear(rows.to(pair.a.dtype), pair.a) * pair.scale
+        low = F.linear(rows_of(x).to(pair.a.dtype), pair.a) * pair.scale
         delta = F.linear(low.to(pair.b.dtype), pair.b).to(x.dtype)
         addend = delta if addend is None else addend + delta
     if forward_mode.is_on():
         for tensor, name in ((w.weight, "w.weight"), (w.bias, "w.bias"), (addend, "w.lora")):
             if tensor is not None:
                 forward_mode.refuse(tensor, name)
-    out = fused_linear(fusion, w.packed(), rows, w.weight, w.bias, addend, residual, gamma, beta)
-    return out.view(shape)
+    return fused_linear(fusion, w.packed(), x, w.weight, w.bias, addend, residual, gamma, beta)
 
 
 def norm(
@@ -69,18 +66,12 @@ def norm(
         if vector is not None:
             _check_vector(vector, name, x.shape[-1])
     if not inplace:
-        return fused_linear(fusion, None, rows_of(x), None, None, None, None, gamma, beta).view(x.shape)
+        return fused_linear(fusion, None, x, None, None, None, None, gamma, beta)
     check_inplace(x, gamma, beta)
     rows = x.view(-1, x.shape[-1])
     with torch.no_grad():
         fused_linear(fusion, None, rows, None, None, None, None, gamma, beta, out=rows)
     return x
-
-
-def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """``[rows, features]`` with contiguous features; a view wherever it can be one."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def required(tensor: torch.Tensor | None, name: str) -> torch.Tensor:
@@ -94,9 +85,10 @@ def check(tensor: torch.Tensor, name: str, features: int | None = None) -> None:
     """Type, last dimension, dtype and device of an input."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor")
-    if tensor.dim() == 0 or tensor.shape[-1] == 0 or (features is not None and tensor.shape[-1] != features):
+    shape = tensor.shape
+    if not shape or shape[-1] == 0 or (features is not None and shape[-1] != features):
         expected = "[..., features]" if features is None else f"[..., {features}]"
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {expected}")
+        raise ValueError(f"{name} has shape {list(shape)}; expected {expected}")
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"{name} is {tensor.dtype}; expected torch.bfloat16 or torch.float32")
     if not tensor.is_cpu:
@@ -106,7 +98,7 @@ def check(tensor: torch.Tensor, name: str, features: int | None = None) -> None:
 
 def _check_vector(vector: torch.Tensor, name: str, size: int) -> None:
     check(vector, name)
-    if tuple(vector.shape) != (size,):
+    if vector.shape != (size,):
         raise ValueError(f"{name} has shape {list(vector.shape)}; expected [{size}]")
 
 

@@ -19,7 +19,7 @@ import torch
 
 from moesaic.nn import checked
 from moesaic.nn.attention import attention
-from moesaic.nn.autograd import Fusion
+from moesaic.nn.autograd import Fusion, rows_of
 from moesaic.nn.autograd import silu_mul as _silu_mul
 from moesaic.nn.linear import PackedLinear
 
@@ -153,7 +153,7 @@ def silu_mul(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     if x.shape[-1] % 2 != 0:
         raise ValueError(f"x has {x.shape[-1]} features; expected an even number, [gate; up]")
     if not inplace:
-        return _silu_mul(checked.rows_of(x)).view(*x.shape[:-1], x.shape[-1] // 2)
+        return _silu_mul(rows_of(x)).view(*x.shape[:-1], x.shape[-1] // 2)
     checked.check_inplace(x)
     rows = x.view(-1, x.shape[-1])
     half = x.shape[-1] // 2
