@@ -167,9 +167,9 @@ def fused_linear(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """norm(activation(x W^T + bias + addend) + residual); x W if `transposed`; norm(x) without a weight.
 
-    `x` and `residual` have one to three dimensions, whose rows follow each other, the first result those of `x`; all
-    others have two. Vectors are fp32 and contiguous. With `save` also the activation's input, the norm's result before gamma and beta,
-    and 1 / std [rows, 1], where there is an activation or a norm."""
+    `x` and `residual` have one to three dimensions, whose rows follow each other, and the first result has those of
+    `x`; all others have two. Vectors are bf16 or fp32. With `save` also the activation's input, the norm's result
+    before gamma and beta, and 1 / std [rows, 1], where there is an activation or a norm."""
 
 def norm_backward(
     norm: str,
