@@ -1,5 +1,7 @@
 #include "bindings/fused_bindings.h"
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
@@ -253,6 +255,30 @@ py::object SiluMulBackward(const py::object& d_out, const py::object& x) {
   return d_x.ToTorch();
 }
 
+/// Up to 64 values of a tensor, spread over its dimensions, as their bytes.
+py::bytes Sample(const py::object& tensor) {
+  const UsesTorch torch;
+  const TensorView view = ViewOf(tensor, {"tensor"}, "bfloat16, float16 or float32");
+  const std::int64_t most = view.rank < 3 ? 8 : 4, bytes = SizeOf(view.dtype);
+  std::array<std::int64_t, 3> size = {1, 1, 1}, stride = {};
+  for (int d = 0; d < view.rank; ++d) {
+    const auto from = static_cast<std::size_t>(d), to = static_cast<std::size_t>(3 - view.rank + d);
+    size[to] = view.shape[from];
+    stride[to] = view.stride[from] * bytes;
+  }
+  const auto step = [&](std::size_t d) { return std::max<std::int64_t>(1, CeilDiv(size[d], most)); };
+  std::string values;
+  for (std::int64_t i = 0; i < size[0]; i += step(0)) {
+    for (std::int64_t j = 0; j < size[1]; j += step(1)) {
+      for (std::int64_t k = 0; k < size[2]; k += step(2)) {
+        const char* value = static_cast<const char*>(view.data) + i * stride[0] + j * stride[1] + k * stride[2];
+        values.append(value, static_cast<std::size_t>(bytes));
+      }
+    }
+  }
+  return values;
+}
+
 }  // namespace
 
 void BindFused(py::module_& module) {
@@ -287,6 +313,7 @@ void BindFused(py::module_& module) {
   module.def("norm_backward", &NormBackward, arg("norm"), arg("d_out"), arg("normalized"), arg("inverse_std"), arg("gamma"));
   module.def("activation_backward", &ActivationBackward, arg("activation"), arg("d_out"), arg("pre"));
   module.def("attention", &Attention, arg("q"), arg("k"), arg("v"), arg("heads"), arg("scale"), arg("bias") = py::none());
+  module.def("sample_of", &Sample, arg("tensor"));
   module.def("silu_mul", &SiluMul, arg("x"), arg("out") = py::none());
   module.def("silu_mul_backward", &SiluMulBackward, arg("d_out"), arg("x"));
 }

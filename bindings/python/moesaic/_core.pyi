@@ -181,6 +181,9 @@ def norm_backward(
     """Gradients of the norm's input, gamma and beta, the last two fp32 [1, columns]."""
 
 def activation_backward(activation: str, d_out: torch.Tensor, pre: torch.Tensor) -> torch.Tensor: ...
+def sample_of(tensor: torch.Tensor) -> bytes:
+    """Up to 64 values of a CPU tensor of one to three dimensions, spread over them: tells of a write."""
+
 def silu_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 def silu_mul_backward(d_out: torch.Tensor, x: torch.Tensor) -> torch.Tensor: ...
 def sample(

@@ -18,11 +18,14 @@ _DTYPES = (torch.bfloat16, torch.float32)
 def fingerprint(parameter: torch.Tensor) -> tuple[Any, ...]:
     """What changes when a tensor does: address, version, and up to 64 values spread over its two or three dimensions,
     because neither of the first two tells of a write through ``.data`` (PEFT merges that way)."""
-    each = 8 if parameter.dim() < 3 else 4
-    steps = [slice(None, None, max(1, -(-size // each))) for size in parameter.shape]
     version = 0 if parameter.is_inference() else parameter._version
-    sample = parameter.detach()[tuple(steps)].to("cpu", torch.float32, copy=True)
-    return (parameter.data_ptr(), version, parameter.dtype, tuple(parameter.shape), sample.numpy().tobytes())
+    values = parameter
+    if not parameter.is_cpu:
+        each = 8 if parameter.dim() < 3 else 4
+        values = parameter.detach()[
+            tuple(slice(None, None, max(1, -(-size // each))) for size in parameter.shape)
+        ].cpu()
+    return (parameter.data_ptr(), version, parameter.dtype, parameter.shape, _core.sample_of(values))
 
 
 class PackedLinear:
