@@ -10,7 +10,7 @@ from torch import nn
 
 from moesaic.hf import attention as attention_layers
 from moesaic.hf.blocks import require_module
-from moesaic.hf.operators import OPERATORS, Dense, Operator
+from moesaic.hf.operators import OPERATORS, Dense, Head, Operator
 
 __all__ = ["FuseReport", "FusedModule", "KeptModule", "fuse", "unfuse"]
 
@@ -62,12 +62,12 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
     """Lets fused operators compute the sub-graphs of `model` that they match.
 
     BERT's and RoBERTa's output layers (dense, residual, LayerNorm) and intermediate layers (dense, GELU), ViT's FFN,
-    the dense FFN of decoders (gate, up, SiLU, down), layer and RMS norms, the projections of attention layers, and in
-    encoders of bf16 the attention itself, where transformers is set to "sdpa" (`moesaic.nn.functional.attention`). A
-    module's forward is replaced only if it and the operator agree on a probe; attention is looked up in each call by
-    transformers itself, and not probed. A module keeps its parameters and its state_dict; the packed weights are a
-    second copy, packed anew when the parameters change (as `moesaic.nn.PackedLinear` does). Adapters of PEFT, put on
-    before or after, are computed too.
+    the dense FFN of decoders (gate, up, SiLU, down), layer and RMS norms, the projections of attention layers and,
+    where it does not train, to the vocabulary, and in encoders of bf16 the attention itself, where transformers is set
+    to "sdpa" (`moesaic.nn.functional.attention`). A module's forward is replaced only if it and the operator agree on a
+    probe; attention is looked up in each call by transformers itself, and not probed. A module keeps its parameters and
+    its state_dict; the packed weights are a second copy, packed anew when the parameters change (as
+    `moesaic.nn.PackedLinear` does). Adapters of PEFT, put on before or after, are computed too.
 
     In every call the module's own forward, or transformers' own attention, still runs where the operator may not:
     dropout, autocast, torch.compile, another dtype or device, hooks on a layer inside, a variant of LoRA.
@@ -88,6 +88,7 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
     kept: list[KeptModule] = []
     inside: tuple[str, ...] = ()  # of a replaced sub-graph: nothing of it is looked at again
     parents: dict[str, nn.Module] = dict(model.named_modules())
+    head = _head(model)
     for name, module in parents.items():
         if inside and name.startswith(inside):
             continue
@@ -97,7 +98,7 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
                 replaced.append(FusedModule(name, type(module).__name__, "attention", 0))
             elif refused:
                 kept.append(KeptModule(name, type(module).__name__, refused))
-        operator = _operator(name, module, parents, attention)
+        operator = _operator(name, module, parents, attention, head)
         if operator is None:
             continue
         reason = "no fused operator matches what it belongs to" if isinstance(operator, str) else _refusal(operator)
@@ -122,7 +123,16 @@ def unfuse(model: nn.Module) -> int:
     return count
 
 
-def _operator(name: str, module: nn.Module, parents: dict[str, nn.Module], attention: bool) -> Operator | str | None:
+def _head(model: nn.Module) -> nn.Module | None:
+    """The projection to the vocabulary, of a model of transformers that has one."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    return getattr(head, "base_layer", head)
+
+
+def _operator(
+    name: str, module: nn.Module, parents: dict[str, nn.Module], attention: bool, head: nn.Module | None
+) -> Operator | str | None:
     """An operator for `module`; "" where there is none and it has a dense layer or is a norm; None otherwise."""
     for kind in OPERATORS:
         if kind.matches(module):
@@ -131,6 +141,8 @@ def _operator(name: str, module: nn.Module, parents: dict[str, nn.Module], atten
         return None
     if not isinstance(module, nn.Linear):
         return "" if type(module).__name__.endswith(("LayerNorm", "RMSNorm")) else None
+    if module is head and Head.matches(module):
+        return Head(module)
     parent = name.removesuffix(".base_layer").rpartition(".")[0]
     in_attention = name != "" and "Attention" in type(parents[parent]).__name__
     return Dense(module) if attention and in_attention and Dense.matches(module) else ""
