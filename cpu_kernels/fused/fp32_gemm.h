@@ -6,22 +6,15 @@
 #pragma once
 
 #include "cpu_kernels/fused/fused_kernels.h"
-#include "cpu_kernels/simd.h"
+#include "cpu_kernels/native_vectors.h"
 
 namespace {
 
 using namespace moesaic;
 
-#if defined(__AVX512F__)
-inline constexpr int kFp32Lanes = 16, kFp32Rows = 8, kFp32Panels = 3;
-using Fp32Vector = F32x16;
-#elif defined(__AVX2__)
-inline constexpr int kFp32Lanes = 8, kFp32Rows = 6, kFp32Panels = 1;
-using Fp32Vector = float __attribute__((vector_size(32)));
-#else
-inline constexpr int kFp32Lanes = 4, kFp32Rows = 2, kFp32Panels = 1;
-using Fp32Vector = float __attribute__((vector_size(16)));
-#endif
+// As many sums as the registers hold.
+inline constexpr int kFp32Rows = kNativeLanes == 16 ? 8 : kNativeLanes == 8 ? 6 : 2;
+inline constexpr int kFp32Panels = kNativeLanes == 16 ? 3 : 1;
 
 /// The numbers of W that come next, fetched into L2 a few lines beside each number of the contraction, in the order of memory:
 /// a panel is read once for all rows, and what misses the cache then is waited for. (All lines of a block of rows at once: two
@@ -66,22 +59,20 @@ inline constexpr std::int64_t kFp32Ahead = 32;
 template <int kRows, int kPanels>
 [[gnu::noinline]] void Fp32Block(const float* a, std::int64_t lda, const float* const* b, std::int64_t depth, float* c,
                                  std::int64_t ldc, bool accumulate, Fp32Next& all_next) {
-  constexpr int kVectors = kPanels * 16 / kFp32Lanes;
-  Fp32Vector sum[kRows][kVectors] = {};
+  constexpr int kVectors = kPanels * 16 / kNativeLanes;
+  NativeF32 sum[kRows][kVectors] = {};
   Fp32Next next = all_next;  // in registers
   for (std::int64_t k = 0; k < depth; ++k) {
     next.FetchSome();
     if constexpr (kPanels == 1) __builtin_prefetch(b[0] + 16 * (k + kFp32Ahead));
-    Fp32Vector right[kVectors];
+    NativeF32 right[kVectors];
 #pragma GCC unroll 12
-    for (int j = 0; j < kVectors; ++j) {
-      std::memcpy(&right[j], b[j * kFp32Lanes / 16] + 16 * k + j * kFp32Lanes % 16, sizeof(right[j]));
-    }
+    for (int j = 0; j < kVectors; ++j) right[j] = Load(b[j * kNativeLanes / 16] + 16 * k + j * kNativeLanes % 16);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      const float number = a[i * lda + k];
+      const NativeF32 number = InAllLanes(a[i * lda + k]);
 #pragma GCC unroll 12
-      for (int j = 0; j < kVectors; ++j) sum[i][j] += number * right[j];
+      for (int j = 0; j < kVectors; ++j) sum[i][j] = MultiplyAdd(number, right[j], sum[i][j]);
     }
   }
   all_next = next;
@@ -89,10 +80,8 @@ template <int kRows, int kPanels>
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 12
     for (int j = 0; j < kVectors; ++j) {
-      Fp32Vector before{};
-      if (accumulate) std::memcpy(&before, c + i * ldc + j * kFp32Lanes, sizeof(before));
-      before += sum[i][j];
-      std::memcpy(c + i * ldc + j * kFp32Lanes, &before, sizeof(before));
+      float* to = c + i * ldc + j * kNativeLanes;
+      Store(to, accumulate ? Load(to) + sum[i][j] : sum[i][j]);
     }
   }
 }
