@@ -261,10 +261,10 @@ py::bytes Sample(const py::object& tensor) {
   const TensorView view = ViewOf(tensor, {"tensor"}, "bfloat16, float16 or float32");
   const std::int64_t most = view.rank < 3 ? 8 : 4, bytes = SizeOf(view.dtype);
   std::array<std::int64_t, 3> size = {1, 1, 1}, stride = {};
-  for (int d = 0; d < view.rank; ++d) {
-    const auto from = static_cast<std::size_t>(d), to = static_cast<std::size_t>(3 - view.rank + d);
-    size[to] = view.shape[from];
-    stride[to] = view.stride[from] * bytes;
+  const auto rank = static_cast<std::size_t>(view.rank);
+  for (std::size_t d = 0; d < rank; ++d) {
+    size[3 - rank + d] = view.shape[d];
+    stride[3 - rank + d] = view.stride[d] * bytes;
   }
   const auto step = [&](std::size_t d) { return std::max<std::int64_t>(1, CeilDiv(size[d], most)); };
   std::string values;
