@@ -1,6 +1,7 @@
 #include "cpu_kernels/fused/linear.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -27,13 +28,21 @@ constexpr std::int64_t kSlicesDepth = 1024;
 /// form interleaves them for each block (128 rows: up to 6% longer on AMX).
 constexpr std::int64_t kMostBlockRows = 128, kMostUnpackRows = 256;
 
+/// The last blocks are divided by columns too where a part of one still has so many multiply-adds and columns, up to so many
+/// parts: many times as long as waking and packing take. (docs/EXPERIMENTS.md, "The last blocks by columns")
+constexpr std::int64_t kLeastPartWork = 40'000'000, kLeastPartColumns = 384, kMostParts = 4;
+
 /// How the rows and columns of a result are divided into tasks. Changes no bit.
 struct Plan {
   std::int64_t block_rows;     ///< a multiple of 32, where there is a product
   std::int64_t blocks;         ///< of rows
-  std::int64_t split_columns;  ///< a multiple of 32
-  std::int64_t splits;         ///< of columns
   std::int64_t whole;          ///< blocks of block_rows; those after them have half as many
+  std::int64_t divided;        ///< the last blocks, whose columns are divided
+  std::int64_t splits;         ///< of their columns
+  std::int64_t split_columns;  ///< a multiple of 32, where there is a product
+
+  std::int64_t undivided() const { return blocks - divided; }
+  std::int64_t tasks() const { return undivided() + divided * splits; }
 };
 
 /// Rows [begin, end).
@@ -63,7 +72,7 @@ std::int64_t RowsPerTask(std::int64_t row_bytes) {
 Plan MakeNormPlan(const Shape& shape, std::int64_t row_bytes) {
   const std::int64_t rows = RowsPerTask(row_bytes);
   const std::int64_t blocks = CeilDiv(shape.rows, rows);
-  return {rows, blocks, shape.columns, 1, blocks};
+  return {rows, blocks, blocks, 0, 1, shape.columns};
 }
 
 /// The GEMM that computes a product.
@@ -94,11 +103,15 @@ Plan MakePlan(const Shape& shape, Form form, bool whole_rows, int threads) {
   plan.blocks = plan.whole = CeilDiv(shape.rows, plan.block_rows);
   plan.block_rows = RoundUp(CeilDiv(shape.rows, plan.blocks), 32);  // of few blocks the last one has as many
   plan.splits = plan.blocks >= threads ? 1 : std::min(CeilDiv(2 * threads, plan.blocks), CeilDiv(columns, 64));
+  plan.divided = plan.splits > 1 ? plan.blocks : 0;
   const std::int64_t of_half = form == Form::kDirect ? kPanelRows : 32;
   if (threads > 1 && plan.blocks > threads && plan.block_rows % (2 * of_half) == 0) {
     // Threads are not equally fast, least of all two of one core: the last block of each is cut in halves.
     plan.whole = std::max<std::int64_t>(shape.rows / plan.block_rows - threads, 0);
     plan.blocks = plan.whole + CeilDiv(shape.rows - plan.whole * plan.block_rows, plan.block_rows / 2);
+    const std::int64_t work = plan.block_rows / 2 * columns * depth;
+    plan.splits = std::clamp<std::int64_t>(std::min(work / kLeastPartWork, columns / kLeastPartColumns), 1, kMostParts);
+    plan.divided = plan.splits > 1 ? threads : 0;
   }
   plan.split_columns = RoundUp(CeilDiv(columns, plan.splits), 32);
   plan.splits = CeilDiv(columns, plan.split_columns);
@@ -146,19 +159,32 @@ class LinearRun {
     Carver one;
     Take(one);
     worker_bytes_ = one.used();
-    const bool apart = has_norm_ && plan_.splits > 1;  // the norm waits for all columns
-    const std::int64_t sums_bytes = apart ? RoundUp(shape_.rows, 32) * ld_ * 4 : 0;
+    // A norm waits for all columns of its rows: where they are divided, sums of all parts.
+    const std::int64_t first = RowsOf(plan_, plan_.undivided(), shape_.rows).begin, rows = shape_.rows - first;
+    const bool apart = has_norm_ && plan_.divided > 0;
+    const std::int64_t sums_bytes = apart ? RoundUp(rows, 32) * ld_ * 4 : 0;
     const Scratch scratch(pool_.num_threads() * worker_bytes_ + sums_bytes);
     base_ = scratch.data();
     auto* const sums = reinterpret_cast<float*>(base_ + pool_.num_threads() * worker_bytes_);
-    pool_.ParallelFor(plan_.blocks * plan_.splits, [&](std::int64_t i, int worker) {
-      Block(RowsOf(plan_, i / plan_.splits, shape_.rows), i % plan_.splits * plan_.split_columns, worker,
-            apart ? sums : nullptr);
+    // Of few rows all blocks are divided, and their norm is as well. Of many rows a block's last part brings it.
+    const bool norm_at_the_end = apart && plan_.undivided() == 0;
+    std::vector<std::atomic<std::int64_t>> parts_left(apart && !norm_at_the_end ? plan_.divided : 0);
+    for (std::atomic<std::int64_t>& left : parts_left) left.store(plan_.splits, std::memory_order_relaxed);
+    pool_.ParallelFor(plan_.tasks(), [&](std::int64_t i, int worker) {
+      if (i < plan_.undivided()) return Block(RowsOf(plan_, i, shape_.rows), 0, shape_.columns, worker, nullptr);
+      const std::int64_t d = (i - plan_.undivided()) / plan_.splits;
+      const std::int64_t column = (i - plan_.undivided()) % plan_.splits * plan_.split_columns;
+      const Rows block = RowsOf(plan_, plan_.undivided() + d, shape_.rows);
+      float* const of_block = apart ? sums + (block.begin - first) * ld_ : nullptr;
+      Block(block, column, std::min(column + plan_.split_columns, shape_.columns), worker, of_block);
+      if (!parts_left.empty() && parts_left[d].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        Epilogue(block.begin, block.end - block.begin, 0, shape_.columns, of_block, nullptr, MemoryOf(worker));
+      }
     });
-    if (!apart) return;
-    pool_.ParallelFor(CeilDiv(shape_.rows, kRowsApart), [&](std::int64_t i, int worker) {
+    if (!norm_at_the_end) return;
+    pool_.ParallelFor(CeilDiv(rows, kRowsApart), [&](std::int64_t i, int worker) {
       const std::int64_t row = i * kRowsApart;
-      Epilogue(row, std::min(kRowsApart, shape_.rows - row), 0, shape_.columns, sums + row * ld_, nullptr, MemoryOf(worker));
+      Epilogue(row, std::min(kRowsApart, rows - row), 0, shape_.columns, sums + row * ld_, nullptr, MemoryOf(worker));
     });
   }
 
@@ -187,7 +213,8 @@ class LinearRun {
       memory.input.data = carver.Take<BFloat16>(shape.size());
       const GemmSegment segment{args_.weight->tiles(), {}};
       if (form_ == Form::kUnpack) memory.unpacked = carver.Take<BFloat16>(UnpackScratchElements({&segment, 1}));
-      const std::int64_t columns = has_norm_ ? plan_.split_columns : std::min(plan_.split_columns, kChunkColumns);
+      const std::int64_t most = plan_.undivided() > 0 ? shape_.columns : plan_.split_columns;
+      const std::int64_t columns = has_norm_ ? RoundUp(most, 32) : std::min(RoundUp(most, 32), kChunkColumns);
       if (form_ == Form::kDirect) memory.transposed_sums = carver.Take<float>(columns * SumsPitch(plan_.block_rows));
     }
     const std::int64_t rows_of_sums = form_ == Form::kDirect ? kPanelRows : plan_.block_rows;
@@ -200,11 +227,11 @@ class LinearRun {
     return Take(carver);
   }
 
-  /// @param all_sums  where the sums of all rows go, for an epilogue of its own; null: the block is finished here
-  void Block(const Rows& block, std::int64_t column, int worker, float* all_sums) {
+  /// Columns [column, end) of a block.
+  /// @param all_sums  where the sums of its rows go, for an epilogue of their own; null: the columns are finished here
+  void Block(const Rows& block, std::int64_t column, std::int64_t end, int worker, float* all_sums) {
     Memory memory = MemoryOf(worker);
     const std::int64_t row = block.begin, rows = block.end - block.begin;
-    const std::int64_t end = std::min(column + plan_.split_columns, shape_.columns);
     if (args_.weight == nullptr) {
       Epilogue(row, rows, column, end, nullptr, nullptr, memory);
       if (stream_) FinishStores();
@@ -215,8 +242,8 @@ class LinearRun {
     const std::int64_t rows_at_once = form_ == Form::kDirect ? kPanelRows : rows;
     for (std::int64_t from = column; from < end; from += step) {
       const std::int64_t to = std::min(from + step, end);
-      float* const sums = all_sums != nullptr ? all_sums + row * ld_ + from : memory.sums;
-      Product(block, from, to, sums, memory);
+      float* const sums = all_sums != nullptr ? all_sums + from : memory.sums;
+      Product(block, from, to, end - column == shape_.columns, sums, memory);
       for (std::int64_t first = 0; first < rows; first += rows_at_once) {
         float* const of_rows = all_sums != nullptr ? sums + first * ld_ : sums;
         const float* const transposed = form_ == Form::kDirect ? memory.transposed_sums + first : nullptr;
@@ -267,7 +294,8 @@ class LinearRun {
 
   /// sums[t][c - from] for all rows of a block and columns [from, to), rows of ld_; in the direct form transposed_sums, and
   /// TurnPanel() turns them.
-  void Product(const Rows& block, std::int64_t from, std::int64_t to, float* sums, Memory& memory) const {
+  /// @param undivided  the task goes on to the last column
+  void Product(const Rows& block, std::int64_t from, std::int64_t to, bool undivided, float* sums, Memory& memory) const {
     const std::int64_t rows = block.end - block.begin;
     const FusedRange range(args_.transposed ? FusedStage::kBackwardGemm : FusedStage::kGemm,
                            2.0 * static_cast<double>(rows * (to - from) * shape_.depth), 0.0);
@@ -300,7 +328,7 @@ class LinearRun {
       gemm.ldc = SumsPitch(plan_.block_rows);
       // After the last columns the next block begins with the first; where columns are split, nobody knows with which.
       const std::int64_t next = to < shape_.columns ? to / kPanelRows : 0;
-      if (plan_.splits == 1) gemm.prefetch = {weights, next, weights.panels - next, 0, weights.columns};
+      if (undivided) gemm.prefetch = {weights, next, weights.panels - next, 0, weights.columns};
       // The residual is read as soon as the products are there. (Gaps between its rows never are.)
       if (args_.residual.defined() && args_.residual.stride[0] == shape_.columns && to - from == shape_.columns) {
         const std::int64_t lines = rows * shape_.columns / (2 * kTileColumns);  // of each half

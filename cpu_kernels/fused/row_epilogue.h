@@ -79,7 +79,7 @@ MOESAIC_INLINE void ValuesAt(const RowEpilogueArgs& args, const EpilogueRows<T>&
       for (int r = 0; r < kRows; ++r) Store(rows.pre + r * args.pre_stride + c, v[r], n);
     }
     if constexpr (kActivation != Activation::kNone) {
-      for (int r = 0; r < kRows; ++r) v[r] = Done(Activate<T, kActivation>(v[r]));
+      for (int r = 0; r < kRows; ++r) v[r] = Done(Activate<kActivation>(v[r]));
     }
   } else {
     for (int r = 0; r < kRows; ++r) v[r] = F32x16{};
