@@ -17,6 +17,8 @@ using threadpool::Pool;
 
 /// Queries of a block, at most.
 constexpr std::int64_t kMostQueries = 64;
+/// Rows of keys and of values that are fetched before they are packed: the kernel itself runs ahead from there.
+constexpr std::int64_t kRowsAhead = 128;
 /// Bytes of a thread's scratch memory that stay for the next call, at most: very many keys take more.
 constexpr std::int64_t kMostKept = 4 << 20;
 
@@ -72,6 +74,7 @@ class AttentionRun {
     float* scores;       ///< [block_][ld_scores_]
     float* out;          ///< [block_][ld_out_]
     float* inverse_sums;
+    const void** rows;  ///< of keys, values or queries, while they are packed
   };
 
   Memory Take(Carver& carver) const {
@@ -87,18 +90,24 @@ class AttentionRun {
     memory.scores = carver.Take<float>(block_ * ld_scores_);
     memory.out = carver.Take<float>(block_ * ld_out_);
     memory.inverse_sums = carver.Take<float>(block_);
+    memory.rows = carver.Take<const void*>(std::max(keys_, block_));
     return memory;
   }
 
   void Head(std::int64_t batch, std::int64_t head, std::int64_t part, const Memory& memory) const {
     const std::int64_t column = head * head_size_;
-    Pack({args_.k, batch, column}, 0, keys_, &PackRowsArgs::pairs, memory.keys);
-    Pack({args_.v, batch, column}, 0, keys_, &PackRowsArgs::row_pairs, memory.values);
+    const HeadRows q{args_.q, batch, column}, k{args_.k, batch, column}, v{args_.v, batch, column};
     const float* const bias = args_.bias == nullptr ? nullptr : args_.bias + batch * keys_;
-    const std::int64_t end = std::min((part + 1) * blocks_of_part_ * block_, queries_);
-    for (std::int64_t first = part * blocks_of_part_ * block_; first < end; first += block_) {
+    const std::int64_t begin = part * blocks_of_part_ * block_, end = std::min(begin + blocks_of_part_ * block_, queries_);
+    Fetch(k, 0, std::min(keys_, kRowsAhead));
+    Fetch(v, 0, std::min(keys_, kRowsAhead));
+    Pack(k, 0, keys_, &PackRowsArgs::pairs, memory.keys, memory.rows);
+    Fetch(q, begin, std::min(block_, end - begin));
+    Pack(v, 0, keys_, &PackRowsArgs::row_pairs, memory.values, memory.rows);
+    for (std::int64_t first = begin; first < end; first += block_) {
       const std::int64_t rows = std::min(block_, end - first);
-      Pack({args_.q, batch, column}, first, rows, &PackRowsArgs::stored, memory.queries);
+      Pack(q, first, rows, &PackRowsArgs::stored, memory.queries, memory.rows);
+      Fetch(q, first + rows, std::min(block_, end - first - rows));
       Multiply(memory.queries, memory.keys, {rows, keys_, head_size_}, memory.scores, ld_scores_);
       Softmax(rows, bias, memory);
       Multiply(memory.powers, memory.values, {rows, head_size_, keys_}, memory.out, ld_out_);
@@ -120,21 +129,24 @@ class AttentionRun {
 
   /// Rows [first, first + count) of a head as tiles.
   void Pack(const HeadRows& head, std::int64_t first, std::int64_t count, TileMatrix PackRowsArgs::* order,
-            const TileMatrix& tiles) const {
+            const TileMatrix& tiles, const void** pointers) const {
     const FusedRange range(FusedStage::kPack, 0.0, 4.0 * static_cast<double>(count * head_size_));
-    for (std::int64_t row = 0; row < count; row += kMostQueries) {
-      const void* pointers[kMostQueries];
-      PackRowsArgs pack;
-      pack.rows = pointers;
-      pack.dtype = DType::kBFloat16;
-      pack.count = std::min(kMostQueries, count - row);
-      for (std::int64_t i = 0; i < pack.count; ++i) pointers[i] = head.Row(first + row + i);
-      pack.columns = head_size_;
-      pack.*order = tiles;
-      pack.first_panel = row / kPanelRows;
-      pack.panels = RoundUp(pack.count, order == &PackRowsArgs::row_pairs ? kTileColumns : kPanelRows) / kPanelRows;
-      pack.tile_columns = CeilDiv(head_size_, kTileColumns);
-      kernels_.pack_rows(pack);
+    for (std::int64_t i = 0; i < count; ++i) pointers[i] = head.Row(first + i);
+    PackRowsArgs pack;
+    pack.rows = pointers;
+    pack.dtype = DType::kBFloat16;
+    pack.count = count;
+    pack.columns = head_size_;
+    pack.*order = tiles;
+    pack.panels = RoundUp(count, order == &PackRowsArgs::row_pairs ? kTileColumns : kPanelRows) / kPanelRows;
+    pack.tile_columns = CeilDiv(head_size_, kTileColumns);
+    kernels_.pack_rows(pack);
+  }
+
+  /// Brings rows of a head to L2: they lie too far apart for the hardware to run ahead.
+  void Fetch(const HeadRows& head, std::int64_t first, std::int64_t count) const {
+    for (std::int64_t i = first; i < first + count; ++i) {
+      for (std::int64_t c = 0; c < head_size_; c += kTileColumns) __builtin_prefetch(head.Row(i) + c, 0, 2);
     }
   }
 
@@ -166,19 +178,9 @@ class AttentionRun {
     softmax.columns = keys_;
     softmax.scale = args_.scale;
     softmax.bias = bias;
+    softmax.powers = memory.powers;
     softmax.inverse_sums = memory.inverse_sums;
     kernels_.fused.softmax_rows(softmax);
-    const void* pointers[kMostQueries];
-    for (std::int64_t i = 0; i < rows; ++i) pointers[i] = memory.scores + i * ld_scores_;
-    PackRowsArgs pack;
-    pack.rows = pointers;
-    pack.dtype = DType::kFloat32;
-    pack.count = rows;
-    pack.columns = keys_;
-    pack.operand = memory.powers;
-    pack.panels = CeilDiv(rows, kPanelRows);
-    pack.tile_columns = memory.powers.columns;
-    kernels_.pack_rows(pack);
   }
 
   const AttentionArgs& args_;

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cpu_kernels/gemm/tiles.h"
 #include "cpu_kernels/tensor_view.h"
 
 namespace moesaic {
@@ -122,15 +123,17 @@ struct SiluMulBackwardArgs {
   std::int64_t d_in_stride = 0;
 };
 
-/// For each row:  x = e^(scale x + bias - m), m the largest of its scale x + bias    inverse_sums = 1 / sum of x
-/// Where all are -infinity the sum counts as infinite. For what is rounded to bf16: powers are within 1e-4, relative.
+/// For each row:  powers = e^(scale x + bias - m), m the largest of its scale x + bias    inverse_sums = 1 / sum of powers
+/// Where all are -infinity the sum counts as infinite. Powers are within 1e-4, relative, before they are rounded to bf16; the
+/// sum is that of the unrounded ones. What lies beyond rows and columns in their tiles is filled with zeros.
 struct SoftmaxRowsArgs {
-  float* x = nullptr;  ///< [rows][ld], overwritten
+  const float* x = nullptr;  ///< [rows][ld]
   std::int64_t ld = 0;
   std::int64_t rows = 0;
   std::int64_t columns = 0;
   float scale = 1;
   const float* bias = nullptr;    ///< [columns], or null
+  TileMatrix powers;              ///< operand [rows][columns], activations' order
   float* inverse_sums = nullptr;  ///< [rows]
 };
 

@@ -9,12 +9,12 @@ namespace {
 using namespace moesaic;
 
 /// 1 / (1 + e^-x) as Sigmoid of simd.h gives it, but for a product that is rounded to bf16 at once and alone: without its
-/// Newton step and with RoughExp, relative error below 1.2e-4, so that results are within 0.52 units in the last place instead
+/// Newton step and with RoughExp2, relative error below 1.2e-4, so that results are within 0.52 units in the last place instead
 /// of 0.5. A fifth fewer instructions, and an eighth less time, where they are the limit: 434 us instead of 512 for (1, 1024,
 /// 1024), together with fetching further ahead.
 MOESAIC_INLINE F32x16 RoughSigmoid(F32x16 x) {
 #if defined(__AVX512DQ__)
-  return (F32x16)_mm512_rcp14_ps((__m512)(1.0f + RoughExp(-x)));
+  return (F32x16)_mm512_rcp14_ps((__m512)(1.0f + RoughExp2(x * -kLog2OfE)));
 #else
   return Sigmoid(x);
 #endif

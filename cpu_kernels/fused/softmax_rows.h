@@ -1,4 +1,6 @@
 // SoftmaxRows (fused_kernels.h has the contract).
+//
+// Both walks of a row compute its scores, which is cheaper than to keep them, and powers go to their tiles as they are made.
 #pragma once
 
 #include "cpu_kernels/fused/activations.h"
@@ -8,7 +10,14 @@ namespace {
 
 using namespace moesaic;
 
-MOESAIC_INLINE F32x16 LargerOf(F32x16 a, F32x16 b) { return Select(a > b, a, b); }
+/// a, or b where a is not larger or NaN.
+MOESAIC_INLINE F32x16 LargerOf(F32x16 a, F32x16 b) {
+#if defined(__AVX512F__)
+  return (F32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return Select(a > b, a, b);
+#endif
+}
 
 /// The largest of sixteen values, but for NaN.
 MOESAIC_INLINE float LargestOf(F32x16 v) {
@@ -20,48 +29,78 @@ MOESAIC_INLINE float LargestOf(F32x16 v) {
   return x[0];
 }
 
-/// Sixteen columns of scale x + bias, or n of them.
-MOESAIC_INLINE F32x16 Score(const SoftmaxRowsArgs& args, const float* x, std::int64_t c, std::int64_t n) {
-  const F32x16 v = Load(x + c, n) * args.scale;
-  return args.bias == nullptr ? v : v + Load(args.bias + c, n);
+/// scale x + bias, of n <= 16 columns from c on; without bias scale x / ln 2, an exponent of 2.
+template <bool kBiased>
+MOESAIC_INLINE F32x16 Scores(const SoftmaxRowsArgs& args, const float* x, std::int64_t c, std::int64_t n) {
+  if constexpr (!kBiased) return Load(x + c, n) * (args.scale * kLog2OfE);
+  return MultiplyAdd(Load(x + c, n), Broadcast(args.scale), Load(args.bias + c, n));
 }
 
-inline void SoftmaxRow(const SoftmaxRowsArgs& args, float* x, float& inverse_sum) {
+/// e^(score - most). (A bias of -3e38, as masks have it, would not be finite in powers of two.)
+template <bool kBiased>
+MOESAIC_INLINE F32x16 Powers(const SoftmaxRowsArgs& args, const float* x, std::int64_t c, std::int64_t n, float most) {
+  if constexpr (!kBiased) {
+    return RoughExp2(MultiplyAdd(Load(x + c, n), Broadcast(args.scale * kLog2OfE), Broadcast(-most)));
+  }
+  return RoughExp2((Scores<true>(args, x, c, n) - most) * kLog2OfE);
+}
+
+template <bool kBiased>
+inline void SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, BFloat16* out, float& inverse_sum) {
   constexpr float kInfinity = __builtin_inff();
   constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const std::int64_t whole = args.columns / 32 * 32;
+  const std::int64_t whole = args.columns / 32 * 32, step = args.powers.column_stride * kTileElements;
   F32x16 largest[2] = {Broadcast(-kInfinity), Broadcast(-kInfinity)};
   for (std::int64_t c = 0; c < whole; c += 32) {
-    for (int i = 0; i < 2; ++i) largest[i] = LargerOf(Score(args, x, c + 16 * i, 16), largest[i]);
+    for (int i = 0; i < 2; ++i) largest[i] = LargerOf(Scores<kBiased>(args, x, c + 16 * i, 16), largest[i]);
   }
   for (std::int64_t c = whole; c < args.columns; c += 16) {
     const std::int64_t n = args.columns - c < 16 ? args.columns - c : 16;
-    const F32x16 v = Select(kLanes < static_cast<std::int32_t>(n), Score(args, x, c, n), Broadcast(-kInfinity));
-    largest[0] = LargerOf(v, largest[0]);
+    const F32x16 scores = Scores<kBiased>(args, x, c, n);
+    largest[0] = LargerOf(Select(kLanes < static_cast<std::int32_t>(n), scores, Broadcast(-kInfinity)), largest[0]);
   }
-  const float most = LargestOf(LargerOf(largest[0], largest[1]));
+  float most = LargestOf(LargerOf(largest[0], largest[1]));
   const bool nothing = most == -kInfinity;
-  const F32x16 shift = Broadcast(nothing ? 0.0f : most);
+  if (nothing) most = 0.0f;
   F32x16 sums[2] = {};
-  for (std::int64_t c = 0; c < whole; c += 32) {
+  for (std::int64_t c = 0; c < whole; c += 32, out += step) {
+    F32x16 powers[2];
     for (int i = 0; i < 2; ++i) {
-      const F32x16 e = RoughExp(Score(args, x, c + 16 * i, 16) - shift);
-      StoreF32(x + c + 16 * i, e);
-      sums[i] = sums[i] + e;
+      powers[i] = Powers<kBiased>(args, x, c + 16 * i, 16, most);
+      sums[i] = sums[i] + powers[i];
     }
+    const U16x32 line = NarrowBoth(powers[0], powers[1]);
+    std::memcpy(out, &line, sizeof(line));
   }
-  for (std::int64_t c = whole; c < args.columns; c += 16) {
-    const std::int64_t n = args.columns - c < 16 ? args.columns - c : 16;
-    const F32x16 e = RoughExp(Score(args, x, c, n) - shift);
-    Store(x + c, e, n);
-    sums[0] = sums[0] + FirstLanes(e, n);
+  if (whole < args.columns) {
+    F32x16 powers[2] = {};
+    for (int i = 0; i < 2; ++i) {
+      const std::int64_t c = whole + 16 * i, left = args.columns - c, n = left < 16 ? left : 16;
+      if (n > 0) powers[i] = FirstLanes(Powers<kBiased>(args, x, c, n, most), n);
+      sums[i] = sums[i] + powers[i];
+    }
+    const U16x32 line = NarrowBoth(powers[0], powers[1]);
+    std::memcpy(out, &line, sizeof(line));
   }
   const float sum = SumOf(sums[0] + sums[1]);
   inverse_sum = nothing && sum == sum ? 0.0f : 1.0f / sum;  // NaN passes through
 }
 
 inline void SoftmaxRows(const SoftmaxRowsArgs& args) {
-  for (std::int64_t r = 0; r < args.rows; ++r) SoftmaxRow(args, args.x + r * args.ld, args.inverse_sums[r]);
+  for (std::int64_t r = 0; r < args.rows; ++r) {
+    BFloat16* const out = args.powers.Tile(r / kPanelRows, 0) + r % kPanelRows * kTileColumns;
+    const float* const x = args.x + r * args.ld;
+    if (args.bias == nullptr) {
+      SoftmaxRow<false>(args, x, out, args.inverse_sums[r]);
+    } else {
+      SoftmaxRow<true>(args, x, out, args.inverse_sums[r]);
+    }
+  }
+  for (std::int64_t r = args.rows; r % kPanelRows != 0; ++r) {
+    for (std::int64_t c = 0; c < args.powers.columns; ++c) {
+      std::memset(args.powers.Tile(r / kPanelRows, c) + r % kPanelRows * kTileColumns, 0, kTileColumns * sizeof(BFloat16));
+    }
+  }
 }
 
 }  // namespace

@@ -425,6 +425,11 @@ void CheckExactLinear(DType dtype, std::int64_t rows, std::int64_t n, std::int64
   }
 }
 
+/// Of operand tiles in activations' order.
+float PowerAt(const TileMatrix& tiles, std::int64_t row, std::int64_t column) {
+  return ToFloat(tiles.Tile(row / kPanelRows, column / kTileColumns)[row % kPanelRows * kTileColumns + column % kTileColumns]);
+}
+
 TEST_P(FusedKernelsTest, SoftmaxRows) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   std::mt19937_64 random(7);
@@ -436,26 +441,36 @@ TEST_P(FusedKernelsTest, SoftmaxRows) {
       const Rows rows(DType::kFloat32, x, columns + 3);
       float inverse_sums[3];
       SoftmaxRowsArgs args;
-      args.x = static_cast<float*>(rows.data());
+      args.x = static_cast<const float*>(rows.data());
       args.ld = columns + 3;
       args.rows = 3;
       args.columns = columns;
       args.scale = 20.0f;
       args.bias = biased ? bias.values.data() : nullptr;
+      TileMatrix tiles = TileMatrix::Activations(nullptr, 3, columns);
+      const PoisonedBuffer memory(tiles.size() * static_cast<std::int64_t>(sizeof(BFloat16)));
+      tiles.data = memory.As<BFloat16>();
+      args.powers = tiles;
       args.inverse_sums = inverse_sums;
       tier_->fused.softmax_rows(args);
-      rows.ExpectGapsUntouched();
       for (std::int64_t r = 0; r < 3; ++r) {
         std::vector<double> scores;
         for (std::int64_t c = 0; c < columns; ++c) scores.push_back(20.0 * x(r, c) + (biased ? bias(0, c) : 0.0));
         const double most = *std::max_element(scores.begin(), scores.end());
         double sum = 0;
         for (const double score : scores) sum += std::exp(score - most);
+        ASSERT_NEAR(inverse_sums[r] * sum, 1.0, 1e-4) << columns << " columns, row " << r;
         for (std::int64_t c = 0; c < columns; ++c) {
-          const double share = std::exp(scores[static_cast<std::size_t>(c)] - most) / sum;
-          // Powers are within 1e-4, and so is their sum; 1e-37: what is as good as zero.
-          ASSERT_NEAR(rows(r, c) * inverse_sums[r], share, 1e-37 + 2e-4 * share)
+          const double power = std::exp(scores[static_cast<std::size_t>(c)] - most);
+          // Within 1e-4 before it was rounded, by half a step of bf16; 1e-37: what is as good as zero.
+          ASSERT_NEAR(PowerAt(tiles, r, c), power, 1e-37 + (1e-4 + 0x1p-8) * power)
               << columns << " columns, row " << r << " column " << c;
+        }
+      }
+      for (std::int64_t r = 0; r < kPanelRows; ++r) {
+        for (std::int64_t c = 0; c < tiles.columns * kTileColumns; ++c) {
+          if (r < 3 && c < columns) continue;
+          ASSERT_EQ(PowerAt(tiles, r, c), 0.0f) << "row " << r << " column " << c;
         }
       }
     }
@@ -468,14 +483,18 @@ TEST_P(FusedKernelsTest, SoftmaxRows) {
   const Rows rows(DType::kFloat32, special, 20);
   float inverse_sums[3];
   SoftmaxRowsArgs args;
-  args.x = static_cast<float*>(rows.data());
+  args.x = static_cast<const float*>(rows.data());
   args.ld = 20;
   args.rows = 3;
   args.columns = 20;
+  TileMatrix tiles = TileMatrix::Activations(nullptr, 3, 20);
+  const PoisonedBuffer memory(tiles.size() * static_cast<std::int64_t>(sizeof(BFloat16)));
+  tiles.data = memory.As<BFloat16>();
+  args.powers = tiles;
   args.inverse_sums = inverse_sums;
   tier_->fused.softmax_rows(args);
   EXPECT_EQ(inverse_sums[0], 0.0f);
-  EXPECT_TRUE(std::isfinite(rows(0, 0)));
+  EXPECT_TRUE(std::isfinite(PowerAt(tiles, 0, 0)));
   EXPECT_TRUE(std::isnan(inverse_sums[1]));
   EXPECT_TRUE(std::isnan(inverse_sums[2]));
 }
