@@ -34,8 +34,8 @@ constexpr double NormalIntegral(double x) {
 
 /// The pieces of a function that is 0 below -5.4 and 1 above 5.1 to within 2e-7, as what GELU multiplies x with.
 struct alignas(64) QuarticPieces {
-  static constexpr int kPieces = 32;
-  /// Piece i + 16 has its centre at i / kPerUnit; the first and the last one are constant.
+  static constexpr int kPieces = 32, kCentral = 16;
+  /// Piece i + kCentral has its centre at i / kPerUnit; the first and the last one are constant.
   static constexpr float kPerUnit = 2.843f;
 
   float of_power[5][kPieces] = {};
@@ -47,7 +47,7 @@ struct alignas(64) QuarticPieces {
     constexpr double kOuter2 = kOuter * kOuter, kInner2 = kInner * kInner;
     of_power[0][kPieces - 1] = 1.0f;
     for (int i = 1; i < kPieces - 1; ++i) {
-      const auto at = [&](double t) { return function((i - kPieces / 2 + t) / kPerUnit); };
+      const auto at = [&](double t) { return function((i - kCentral + t) / kPerUnit); };
       const double middle = at(0.0);
       const double even_outer = ((at(kOuter) + at(-kOuter)) / 2 - middle) / kOuter2;
       const double even_inner = ((at(kInner) + at(-kInner)) / 2 - middle) / kInner2;
@@ -68,8 +68,8 @@ struct alignas(64) QuarticPieces {
     constexpr float kLow = -16.4f / kPerUnit, kHigh = 15.4f / kPerUnit;
     // The second operand where one is NaN.
     const __m512 near = _mm512_max_ps(_mm512_set1_ps(kLow), _mm512_min_ps(_mm512_set1_ps(kHigh), (__m512)x));
-    // Adding 1.5 * 2^23 rounds to the nearest integer; with 16 more the last five bits are the piece's number.
-    const __m512 per_unit = _mm512_set1_ps(kPerUnit), magic = _mm512_set1_ps(12582912.0f + kPieces / 2);
+    // Adding 1.5 * 2^23 rounds to the nearest integer; with kCentral more the last five bits are the piece's number.
+    const __m512 per_unit = _mm512_set1_ps(kPerUnit), magic = _mm512_set1_ps(12582912.0f + kCentral);
     const __m512 piece = _mm512_fmadd_ps(near, per_unit, magic);
     const __m512 t = _mm512_fmsub_ps(near, per_unit, _mm512_sub_ps(piece, magic));
     const auto power = [&](int n) MOESAIC_INLINE_LAMBDA {
