@@ -12,6 +12,7 @@
 #include "bindings/tensor.h"
 #include "cpu_kernels/bfloat16.h"
 #include "cpu_kernels/fused/attention.h"
+#include "cpu_kernels/fused/few_queries_attention.h"
 #include "cpu_kernels/fused/linear.h"
 #include "threadpool/pool.h"
 
@@ -231,6 +232,28 @@ py::object Attention(const py::object& q, const py::object& k, const py::object&
   return out.ToTorch();
 }
 
+/// @param batch  sequences
+py::object FewQueriesAttention(const py::object& q, const py::object& k, const py::object& v, std::int64_t batch, float scale,
+                               const py::object& bias, bool causal) {
+  UsesTorch torch;
+  fused::FewQueriesAttentionArgs args;
+  args.q = ViewOf(q, {"q"}, kTypes);
+  args.k = ViewOf(k, {"k"}, kTypes);
+  args.v = ViewOf(v, {"v"}, kTypes);
+  CheckRank(args.q, "q", 3);
+  CheckRank(args.k, "k", 3);
+  args.scale = scale;
+  args.causal = causal;
+  const std::int64_t queries = args.q.shape[1], columns = batch > 0 ? args.q.shape[0] / batch * args.q.shape[2] : 0;
+  const FloatVector bias_values(bias, "bias", batch * args.k.shape[1]);
+  args.bias = bias_values.data();
+  OutputTensor out = OutputTensor::Contiguous(DType::kBFloat16, batch * queries, columns);
+  const TensorView rows = out.view();
+  args.out = {rows.data, rows.dtype, 3, {batch, queries, columns}, {queries * columns, columns, 1}};
+  Compute(torch, [&] { fused::FewQueriesAttention(args, Pool::Default()); });
+  return out.ToTorch();
+}
+
 py::object SiluMul(const py::object& x, const py::object& out) {
   UsesTorch torch;
   const TensorView view = ViewOf(x, {"x"}, kTypes);
@@ -313,6 +336,8 @@ void BindFused(py::module_& module) {
   module.def("norm_backward", &NormBackward, arg("norm"), arg("d_out"), arg("normalized"), arg("inverse_std"), arg("gamma"));
   module.def("activation_backward", &ActivationBackward, arg("activation"), arg("d_out"), arg("pre"));
   module.def("attention", &Attention, arg("q"), arg("k"), arg("v"), arg("heads"), arg("scale"), arg("bias") = py::none());
+  module.def("few_queries_attention", &FewQueriesAttention, arg("q"), arg("k"), arg("v"), arg("batch"), arg("scale"),
+             arg("bias") = py::none(), arg("causal") = false);
   module.def("sample_of", &Sample, arg("tensor"));
   module.def("silu_mul", &SiluMul, arg("x"), arg("out") = py::none());
   module.def("silu_mul_backward", &SiluMulBackward, arg("d_out"), arg("x"));

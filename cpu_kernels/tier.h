@@ -11,6 +11,7 @@
 #include "cpu_kernels/elementwise/store.h"
 #include "cpu_kernels/elementwise/swiglu.h"
 #include "cpu_kernels/elementwise/transpose_pairs.h"
+#include "cpu_kernels/fused/few_queries.h"
 #include "cpu_kernels/fused/fp32_gemm.h"
 #include "cpu_kernels/fused/row_epilogue.h"
 #include "cpu_kernels/fused/silu_mul.h"
@@ -101,7 +102,8 @@ constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
           ContractAlongFeatures,
           ExpandAlongFeatures,
           OuterAlongFeatures,
-          {TurnPanel, RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, SoftmaxRows, Fp32Gemm},
+          {TurnPanel, RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, SoftmaxRows, AttendFew,
+           MergeAttended, Fp32Gemm},
           &kSamplingKernels<kLogitStreams>};
 }
 

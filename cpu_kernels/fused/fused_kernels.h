@@ -137,6 +137,44 @@ struct SoftmaxRowsArgs {
   float* inverse_sums = nullptr;  ///< [rows]
 };
 
+/// Queries that AttendFew takes side by side, and keys of a part of it.
+inline constexpr std::int64_t kQueriesTogether = 8, kKeysTogether = 128;
+
+/// Attention of queries that share keys and values, to some of these, with exponents of 2:
+///   e[r][s] = scale / ln 2 sum over d: q[r][d] k[s][d] + bias[s]    most[r] = the largest of them    p[r][s] = 2^(e[r][s] -
+///   most[r]) sums[r] = sum over s: p[r][s]    out[r][d] = sum over s: p[r][s] v[s][d]
+/// In fp32, but for what p is approximated to, 1e-4. Where a query sees none of the keys, most is -infinity and the sums are 0.
+struct AttendFewArgs {
+  const BFloat16* const* q = nullptr;  ///< [rows], each [size]
+  std::int64_t rows = 0;
+  std::int64_t size = 0;  ///< a multiple of 32
+  float scale = 1;
+  const BFloat16* k = nullptr;  ///< [keys][k_stride]
+  std::int64_t k_stride = 0;
+  const BFloat16* v = nullptr;  ///< [keys][v_stride]
+  std::int64_t v_stride = 0;
+  std::int64_t keys = 0;               ///< 1 to kKeysTogether
+  const float* bias = nullptr;         ///< [keys], 0 or -infinity; null: 0
+  const std::int64_t* seen = nullptr;  ///< [rows]: how many of the keys a query sees, from the first on; null: all
+  float* scratch = nullptr;            ///< AttendFewScratch(size) floats, 64-byte aligned
+  float* most = nullptr;               ///< [rows]
+  float* sums = nullptr;               ///< [rows]
+  float* out = nullptr;                ///< [rows][size], of each 32 numbers the even ones first; 64-byte aligned
+};
+constexpr std::int64_t AttendFewScratch(std::int64_t size) { return kQueriesTogether * (size + kKeysTogether); }
+
+/// to[r] = sum over p: w[p] out[p][r] / sum over p: w[p] sums[p][r],  w[p] = 2^(most[p][r] - the largest of them), parts in
+/// their order, rounded to bf16; 0 where all sums are.
+struct MergeAttendedArgs {
+  std::int64_t parts = 0;
+  std::int64_t rows = 0;
+  std::int64_t size = 0;
+  const float* most = nullptr;    ///< [parts][rows]
+  const float* sums = nullptr;    ///< [parts][rows]
+  const float* out = nullptr;     ///< [parts][rows][size], as AttendFew gives it
+  BFloat16* const* to = nullptr;  ///< [rows], each [size]
+};
+
 /// The fp32 GEMM over weights W [N, K], packed in panels of 16 rows of W:  panels[n / 16][k][n % 16] = W[n][k], zeros beyond N
 /// and up to a multiple of 16 in K.
 ///   forward     C[t][n] = sum over k: A[t][k] W[n][k]
@@ -169,6 +207,8 @@ struct FusedKernels {
   void (*silu_mul)(const SiluMulArgs&);
   void (*silu_mul_backward)(const SiluMulBackwardArgs&);
   void (*softmax_rows)(const SoftmaxRowsArgs&);
+  void (*attend_few)(const AttendFewArgs&);
+  void (*merge_attended)(const MergeAttendedArgs&);
   void (*fp32_gemm)(const Fp32GemmArgs&);
 };
 

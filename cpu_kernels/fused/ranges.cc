@@ -5,13 +5,19 @@
 namespace moesaic::fused {
 
 profiling::RangeId RangeOf(FusedStage stage) {
-  static const std::array<profiling::RangeId, 10> ids = [] {
-    constexpr std::array<const char*, 10> kNames = {"pack",          "gemm",
-                                                    "epilogue",      "norm",
-                                                    "silu_mul",      "softmax",
-                                                    "backward_norm", "backward_activation",
-                                                    "backward_gemm", "backward_silu_mul"};
-    std::array<profiling::RangeId, 10> registered{};
+  static const std::array<profiling::RangeId, 11> ids = [] {
+    constexpr std::array<const char*, 11> kNames = {"pack",
+                                                    "gemm",
+                                                    "epilogue",
+                                                    "norm",
+                                                    "silu_mul",
+                                                    "few_queries",
+                                                    "softmax",
+                                                    "backward_norm",
+                                                    "backward_activation",
+                                                    "backward_gemm",
+                                                    "backward_silu_mul"};
+    std::array<profiling::RangeId, 11> registered{};
     for (std::size_t i = 0; i < kNames.size(); ++i) registered[i] = profiling::RegisterRange(kNames[i], "fused");
     return registered;
   }();

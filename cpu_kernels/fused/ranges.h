@@ -13,6 +13,7 @@ enum class FusedStage : std::int8_t {
   kEpilogue,            ///< epilogue: bias, activation, residual, rounding
   kNorm,                ///< norm: the same, with a norm
   kSiluMul,             ///< silu_mul
+  kFewQueries,          ///< few_queries: attention of few queries, all of it
   kSoftmax,             ///< softmax: of attention's scores, and rounding them to tiles
   kBackwardNorm,        ///< backward_norm
   kBackwardActivation,  ///< backward_activation

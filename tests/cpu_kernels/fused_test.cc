@@ -499,6 +499,83 @@ TEST_P(FusedKernelsTest, SoftmaxRows) {
   EXPECT_TRUE(std::isnan(inverse_sums[2]));
 }
 
+TEST_P(FusedKernelsTest, FewQueries) {
+  std::mt19937_64 random(11);
+  for (const auto& [rows, keys, size] :
+       {std::array<std::int64_t, 3>{1, 1, 32}, {2, 17, 64}, {3, 128, 96}, {8, 300, 128}, {15, 129, 32}, {29, 40, 64}}) {
+    const Dense q = RandomValues(rows, size, random), k = RandomValues(keys, size, random),
+                v = RandomValues(keys, size, random);
+    const Rows q_rows(DType::kBFloat16, q, size + 1), k_rows(DType::kBFloat16, k, size + 5),
+        v_rows(DType::kBFloat16, v, size + 3);
+    const Rows result(DType::kBFloat16, rows, size, size + 2);
+    std::vector<float> bias(static_cast<std::size_t>(keys), 0.0f);
+    for (std::int64_t s = 1; s < keys; s += 3) bias[static_cast<std::size_t>(s)] = -std::numeric_limits<float>::infinity();
+    const std::int64_t parts = CeilDiv(keys, kKeysTogether);
+    const PoisonedBuffer out(parts * rows * size * 4), scratch(AttendFewScratch(size) * 4);
+    std::vector<float> most(static_cast<std::size_t>(parts * rows)), sums(most);
+    std::vector<const BFloat16*> queries;
+    std::vector<BFloat16*> to;
+    std::vector<std::int64_t> all_seen;
+    for (std::int64_t r = 0; r < rows; ++r) {
+      queries.push_back(static_cast<const BFloat16*>(q_rows.data()) + r * q_rows.stride());
+      to.push_back(static_cast<BFloat16*>(result.data()) + r * result.stride());
+      all_seen.push_back(r == 0 ? keys : std::max<std::int64_t>(1, keys - r));
+    }
+    AttendFewArgs attend;
+    attend.q = queries.data();
+    attend.rows = rows;
+    attend.size = size;
+    attend.scale = 0.7f;
+    attend.k_stride = k_rows.stride();
+    attend.v_stride = v_rows.stride();
+    attend.scratch = scratch.As<float>();
+    for (std::int64_t p = 0; p < parts; ++p) {
+      const std::int64_t first = p * kKeysTogether;
+      std::vector<std::int64_t> seen;
+      for (const std::int64_t n : all_seen) seen.push_back(std::clamp<std::int64_t>(n - first, 0, kKeysTogether));
+      attend.k = static_cast<const BFloat16*>(k_rows.data()) + first * k_rows.stride();
+      attend.v = static_cast<const BFloat16*>(v_rows.data()) + first * v_rows.stride();
+      attend.keys = std::min(kKeysTogether, keys - first);
+      attend.bias = bias.data() + first;
+      attend.seen = seen.data();
+      attend.most = most.data() + p * rows;
+      attend.sums = sums.data() + p * rows;
+      attend.out = out.As<float>() + p * rows * size;
+      tier_->fused.attend_few(attend);
+    }
+    MergeAttendedArgs merge;
+    merge.parts = parts;
+    merge.rows = rows;
+    merge.size = size;
+    merge.most = most.data();
+    merge.sums = sums.data();
+    merge.out = out.As<float>();
+    merge.to = to.data();
+    tier_->fused.merge_attended(merge);
+    result.ExpectGapsUntouched();
+    for (std::int64_t r = 0; r < rows; ++r) {
+      std::vector<double> powers;
+      double sum = 0;
+      for (std::int64_t s = 0; s < all_seen[static_cast<std::size_t>(r)]; ++s) {
+        double score = 0;
+        for (std::int64_t d = 0; d < size; ++d) score += 0.7 * static_cast<double>(q(r, d)) * k(s, d);
+        powers.push_back(bias[static_cast<std::size_t>(s)] == 0.0f ? std::exp(score) : 0.0);
+        sum += powers.back();
+      }
+      for (std::int64_t d = 0; d < size; ++d) {
+        double expected = 0, magnitude = 0;
+        for (std::size_t s = 0; s < powers.size(); ++s) {
+          expected += powers[s] / sum * v(static_cast<std::int64_t>(s), d);
+          magnitude += powers[s] / sum * std::fabs(v(static_cast<std::int64_t>(s), d));
+        }
+        // Powers are within 1e-4, and so is their sum; the result is rounded.
+        ASSERT_NEAR(result(r, d), expected, 3e-4 * magnitude + 0x1p-8 * std::fabs(expected))
+            << rows << " rows, " << keys << " keys, row " << r << " column " << d;
+      }
+    }
+  }
+}
+
 TEST_P(FusedKernelsTest, ProductsOfAttention) {
   // Stored tiles with pairs contract along a head's numbers, operand tiles with row pairs along the keys.
   std::mt19937_64 random(8);

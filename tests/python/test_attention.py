@@ -162,6 +162,94 @@ def test_where_pytorch_computes() -> None:
     assert functional.attention(q[:, :0], k[:, :0], v[:, :0]).shape == (2, 0, 20, 64)
 
 
+#: Sequences, heads, heads of keys, queries, keys, numbers.
+FEW = [
+    (1, 32, 4, 1, 100, 128),
+    (2, 8, 8, 1, 300, 64),
+    (2, 6, 2, 3, 129, 96),
+    (1, 5, 5, 15, 40, 32),
+    (3, 7, 7, 2, 1000, 64),
+    (1, 12, 4, 1, 1, 256),
+    (4, 16, 1, 7, 128, 32),
+]
+
+
+def few_operands(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch, heads, key_heads, queries, keys, size = shape
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(batch, queries, heads, size, generator=generator).bfloat16().transpose(1, 2)
+    k, v = (torch.randn(batch, key_heads, keys, size, generator=generator).bfloat16() for _ in range(2))
+    return q, k, v
+
+
+def expected_of_few(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
+) -> torch.Tensor:
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1).double() for t in (k, v))
+    scores = q.double() @ k.transpose(2, 3) * q.shape[3] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None, :], -torch.inf)
+    if causal:
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_few_queries(shape: tuple[int, ...], masked: bool, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = few_operands(shape)
+    mask = seen_by_all(shape[0], shape[4]) if masked else None
+    calls: list[int] = []
+    own = _core.few_queries_attention
+    monkeypatch.setattr(_core, "few_queries_attention", lambda *args: (calls.append(1), own(*args))[1])
+    got = functional.attention(q, k, v, None, mask, causal)
+    assert calls == [1] and got.shape == q.shape
+    # The result alone is rounded.
+    assert error(got, expected_of_few(q, k, v, mask, causal)) < 2.5e-3
+    # A cache of more keys than are used, and queries in any order.
+    spare = [torch.cat((t, torch.full_like(t, torch.nan)), 2)[:, :, : shape[4]] for t in (k, v)]
+    assert torch.equal(functional.attention(q.contiguous(), *spare, None, mask, causal), got)
+    # Others than the engine's own.
+    with torch.enable_grad():
+        wanted = functional.attention(q.clone().requires_grad_(), k, v, None, mask, causal)
+    assert calls == [1, 1] and error(wanted, got) < 1e-2
+    exact = functional.attention(q.float(), k.float(), v.float(), None, mask, causal)
+    assert calls == [1, 1] and error(exact, expected_of_few(q, k, v, mask, causal)) < 1e-5
+
+
+def test_few_queries_on_any_number_of_threads() -> None:
+    before, results = moesaic.get_num_threads(), []
+    q, k, v = few_operands((2, 6, 3, 5, 700, 64))
+    try:
+        for threads in (1, 2, 5, 16):
+            moesaic.set_num_threads(threads)
+            results.append(functional.attention(q, k, v, None, seen_by_all(2, 700), True))
+    finally:
+        moesaic.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_few_queries_that_see_nothing_or_nan() -> None:
+    q, k, v = few_operands((2, 4, 2, 3, 300, 64))
+    mask = torch.ones(2, 300, dtype=torch.bool)
+    mask[0, 140:], mask[1] = False, False
+    got = functional.attention(q, k, v, key_mask=mask)
+    assert not got[1].any() and error(got[:1], functional.attention(q[:1], k[:1, :, :140], v[:1, :, :140])) < 1e-3
+    # The first of three queries sees none of one key.
+    assert not functional.attention(q, k, v, None, torch.arange(300)[None].expand(2, 300) == 299, True)[:, :, :2].any()
+    q[0, 1, 2, 5] = torch.nan
+    got = functional.attention(q, k, v)
+    assert got[0, 1, 2].isnan().all() and int(got.isnan().sum()) == 64
+    q, k, v = few_operands((2, 4, 2, 3, 300, 64))
+    v[1, 0, 7, 2] = torch.nan
+    got = functional.attention(q, k, v)
+    assert got[1, :2, :, 2].isnan().all() and int(got.isnan().sum()) == 6
+    large = functional.attention(q * 50, k * 50, few_operands((2, 4, 2, 3, 300, 64))[2])
+    assert error(large, expected_of_few(q * 50, k * 50, few_operands((2, 4, 2, 3, 300, 64))[2], None, False)) < 5e-3
+
+
 def test_timers_see_the_stages() -> None:
     q, k, v = operands(2, 2, 40, 30, 64)
     with moesaic.profile() as p:
@@ -180,6 +268,12 @@ def test_bad_input() -> None:
         (lambda: functional.attention(q, k, v[:, :1]), "v has shape"),
         (lambda: functional.attention(q, k[..., :32], v), "k has shape"),
         (lambda: functional.attention(q, k, v[:, :, :20]), "v has shape"),
+        (lambda: functional.attention(q, k[:, :0], v[:, :0]), "k has shape"),
+        (lambda: functional.attention(q[:, :1], k, v), r"k has shape .* or a divisor of 1 heads"),
+        (
+            lambda: functional.attention(q, k[:, :, :19], v[:, :, :19], causal=True),
+            "q has 20 rows; expected at most k's 19",
+        ),
         (lambda: functional.attention(q, k, v, scale="0.5"), "scale is a str"),  # type: ignore[arg-type]
         (lambda: functional.attention(q, k, v, scale=float("nan")), "scale is nan"),
         (lambda: functional.attention(q, k, v, key_mask=mask[:1]), "key_mask has shape"),
@@ -196,5 +290,28 @@ def test_bad_input() -> None:
         _core.attention(rows[0], rows[1], rows[2][:1], 2, 1.0)
     with pytest.raises(ValueError, match="k is float32; expected bfloat16"):
         _core.attention(rows[0], rows[1].float(), rows[2], 2, 1.0)
+    few = [t[0] for t in (q, k, v)]
+    for call, message in (
+        (
+            lambda: _core.few_queries_attention(*few, 0, 1.0),
+            "k has 2 heads; expected a divisor of q's 2",
+        ),
+        (
+            lambda: _core.few_queries_attention(few[0][..., :20], few[1], few[2], 1, 1.0),
+            "q has 20 columns",
+        ),
+        (lambda: _core.few_queries_attention(few[0], few[1][:1], few[2], 1, 1.0), "v has shape"),
+        (
+            lambda: _core.few_queries_attention(few[0], few[1].float(), few[2], 1, 1.0),
+            "k is float32; expected bfloat16",
+        ),
+        (lambda: _core.few_queries_attention(few[0], few[1][:, :0], few[2][:, :0], 1, 1.0), "k has no rows"),
+        (
+            lambda: _core.few_queries_attention(few[0], few[1][:, :5], few[2][:, :5], 1, 1.0, None, True),
+            "q has 20 rows",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match="bias has 30 values"):
         _core.attention(*rows, 2, 1.0, torch.zeros(30))  # type: ignore[misc]

@@ -46,13 +46,13 @@ def vit() -> nn.Module:
     return ViTModel(ViTConfig(image_size=16, patch_size=8, **SMALL))
 
 
-def qwen3_moe() -> nn.Module:
+def qwen3_moe(head_dim: int = 16) -> nn.Module:
     """The first layer is dense, the second has experts."""
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
             vocab_size=50,
             num_key_value_heads=2,
-            head_dim=16,
+            head_dim=head_dim,
             num_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=32,
@@ -192,13 +192,16 @@ def engine_attention(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     from moesaic import _core
 
     seen: list[torch.Size] = []
-    own = _core.attention
 
-    def attention(q: torch.Tensor, *args: Any) -> torch.Tensor:
-        seen.append(q.shape)
-        return own(q, *args)
+    def watch(own: Any) -> Any:
+        def attention(q: torch.Tensor, *args: Any) -> torch.Tensor:
+            seen.append(q.shape)
+            return own(q, *args)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(_core, "attention", attention)
+        return attention
+
+    for name in ("attention", "few_queries_attention"):
+        monkeypatch.setattr(_core, name, watch(getattr(_core, name)))
     return seen
 
 
@@ -229,12 +232,54 @@ def test_attention_of_an_encoder(padded: bool, engine_attention: list[torch.Size
     assert len(engine_attention) == 2
 
 
-def test_attention_that_is_not_an_encoders(engine_attention: list[torch.Size]) -> None:
-    decoder = qwen3_moe().bfloat16().eval()
-    report = moesaic.hf.fuse(decoder)
-    assert "attention" not in {m.operator for m in report.replaced}
+@pytest.mark.parametrize("prompt", [9, 24])
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_of_a_decoder_with_a_cache(padded: bool, prompt: int, engine_attention: list[torch.Size]) -> None:
+    """Two sequences, token by token behind a prompt of few or of many tokens."""
+    model = qwen3_moe(head_dim=32).eval()
+    ids = torch.randint(3, 50, (2, prompt + 4), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :4] = 0
+    logits: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        decoder(input_ids=torch.randint(3, 50, (2, 24)))
+        for way in ("exact", "stock", "fused"):
+            if way == "stock":
+                model.bfloat16()
+            if way == "fused":
+                report = moesaic.hf.fuse(model)
+                assert sum(m.operator == "attention" for m in report.replaced) == 2
+            cache, steps = None, []
+            for begin, end in [(0, prompt), *((n, n + 1) for n in range(prompt, prompt + 4))]:
+                given = {"attention_mask": mask[:, :end]} if padded else {}
+                step = model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, **given)
+                cache = step.past_key_values
+                steps.append(step.logits[:, -1])
+            logits[way] = torch.stack(steps)
+    assert engine_attention.count(torch.Size([8, 1, 32])) == 2 * 4
+    assert engine_attention.count(torch.Size([8, 9, 32])) == (2 if prompt == 9 and not padded else 0)
+    assert error(logits["fused"], logits["exact"]) < 1.2 * error(logits["stock"], logits["exact"])
+
+
+def test_generation_with_either_cache(engine_attention: list[torch.Size]) -> None:
+    model = qwen3_moe(head_dim=32).bfloat16().eval()
+    moesaic.hf.fuse(model)
+    ids = torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))
+    how: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    tokens = []
+    for cache in ("dynamic", "static"):
+        engine_attention.clear()
+        tokens.append(model.generate(ids, cache_implementation=cache, **how))
+        assert engine_attention == [torch.Size([8, 1, 32])] * (2 * 5)
+    assert torch.equal(*tokens)
+
+
+def test_attention_that_is_not_served(engine_attention: list[torch.Size]) -> None:
+    decoder = qwen3_moe().bfloat16().eval()
+    moesaic.hf.fuse(decoder)
+    with torch.no_grad():
+        decoder(input_ids=torch.randint(3, 50, (2, 24)))  # many queries, each with keys of its own
+        decoder(input_ids=torch.randint(3, 50, (2, 5)))  # heads of 16
     eager = BertModel(BertConfig(vocab_size=50, attn_implementation="eager", **SMALL)).bfloat16()
     reasons = {m.name: m.reason for m in moesaic.hf.fuse(eager).kept}
     assert reasons["encoder.layer.0.attention.self"] == "its attention is 'eager'; expected 'sdpa'"

@@ -150,6 +150,18 @@ def attention(
     """softmax(scale q k^T + bias) v of bf16 [B, rows, heads D], head by head: [B T, heads D];
     cpu_kernels/fused/attention.h."""
 
+def few_queries_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: int,
+    scale: float,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+) -> torch.Tensor:
+    """softmax(scale q k^T + bias) v of bf16 [B heads, T, D] with keys and values [B key heads, S, D]: [B T, heads D];
+    cpu_kernels/fused/few_queries_attention.h."""
+
 def fused_linear(
     x: torch.Tensor,
     weight: PackedMatrix | None,

@@ -1,4 +1,4 @@
-"""Attention of encoders in transformers by the engine.
+"""Attention of encoders, and of decoders that generate, in transformers by the engine.
 
 transformers looks up by name, in each call, the function that computes a layer's attention: the name is in the layer's
 configuration. A served layer has a copy of that with the engine's name; masks are made as before.
@@ -56,10 +56,12 @@ def attention_forward(
     plain = dropout == 0.0 and not any(
         kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux", "sliding_window")
     )
-    if plain and not (causal and attention_mask is None) and _may_run(query, key, value):
+    # Without a mask transformers means: causal, for a prompt whose first token sees one key.
+    causal = causal and attention_mask is None and query.shape[2] > 1
+    if plain and not (causal and query.shape[2] != key.shape[2]) and _may_run(query, key, value, causal):
         key_mask = None if attention_mask is None else _key_mask(attention_mask, query.shape[0], key.shape[2])
         if attention_mask is None or key_mask is not None:
-            return functional.attention(query, key, value, scaling, key_mask).transpose(1, 2), None
+            return functional.attention(query, key, value, scaling, key_mask, causal).transpose(1, 2), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     out: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -68,13 +70,14 @@ def attention_forward(
     return out
 
 
-def _may_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _may_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> bool:
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
-    same = query.shape[:2] == key.shape[:2] and key.shape == value.shape and query.shape[3] == key.shape[3]
-    return (
-        same and all(t.is_cpu and t.dtype == query.dtype for t in (query, key, value)) and is_served(query, key, value)
-    )
+    if any(not t.is_cpu or t.dtype != query.dtype or t.dim() != 4 for t in (query, key, value)):
+        return False
+    same = query.shape[0] == key.shape[0] and key.shape == value.shape and query.shape[3] == key.shape[3]
+    divides = key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0
+    return same and divides and is_served(query, key, value, causal)
 
 
 def _key_mask(mask: torch.Tensor, batch: int, keys: int) -> torch.Tensor | None:
@@ -109,7 +112,7 @@ def serve(module: nn.Module) -> str | None:
     """Lets the engine compute the attention of a layer. None, or why it does not; "" for what is no such layer."""
     config: Any = getattr(module, "config", None)
     name = getattr(config, "_attn_implementation", None)
-    if getattr(module, "is_causal", True) or name is None:
+    if not isinstance(getattr(module, "is_causal", None), bool) or name is None:
         return ""
     if name != "sdpa":
         return f"its attention is {name!r}; expected 'sdpa'"

@@ -1,4 +1,4 @@
-"""Attention without a causal mask: the engine's where no gradient is wanted, else PyTorch's."""
+"""Attention: the engine's where no gradient is wanted and it has a form for it, else PyTorch's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moesaic.nn import checked
 
 __all__ = ["attention", "is_served"]
 
-_LEAST_QUERIES = 16
-"""A block of the engine's. Fewer do not pay for laying out all keys and values."""
+_MANY_QUERIES = 16
+"""A block of the engine's form for many, which lays out all keys and values. Fewer read these where they lie."""
 
 
 def attention(
@@ -23,19 +23,22 @@ def attention(
     v: torch.Tensor,
     scale: float | None = None,
     key_mask: torch.Tensor | None = None,
+    causal: bool = False,
 ) -> torch.Tensor:
     """``softmax(scale q k^T) v`` for each head.
 
-    The engine computes it in bf16 (scores and sums in fp32, e^score rounded before it is divided) for 16 queries and
-    more where no gradient is wanted; ``torch.nn.functional.scaled_dot_product_attention`` everywhere else, gradients
-    included.
+    The engine computes it in bf16 where no gradient is wanted: fewer than 16 queries, as decoding has them, where D is
+    a multiple of 32 (in fp32 but for the result); more, where each head has keys of its own and `causal` is False
+    (scores and sums in fp32, e^score rounded before it is divided).
+    ``torch.nn.functional.scaled_dot_product_attention`` everywhere else, gradients included.
 
     Args:
         q: ``[B, heads, T, D]``, bf16 or fp32.
-        k: ``[B, heads, S, D]``.
-        v: ``[B, heads, S, D]``.
+        k: ``[B, key heads, S, D]``: as many heads as q, or a divisor of them, each for so many of q's side by side.
+        v: ``[B, key heads, S, D]``.
         scale: None: 1 / sqrt(D).
         key_mask: bool ``[B, S]``: which keys are seen; None: all. A query that sees none gives 0.
+        causal: the last query sees all keys, each one before it one less; T is at most S.
 
     Returns:
         ``[B, heads, T, D]``; of the engine with the heads of a query side by side in memory.
@@ -52,10 +55,17 @@ def attention(
             )
     batch, heads, _, size = q.shape
     for tensor, name in ((k, "k"), (v, "v")):
-        if (*tensor.shape[:2], tensor.shape[3]) != (batch, heads, size) or tensor.shape[2] != k.shape[2]:
+        divides = tensor.shape[1] == heads or (tensor.shape[1] > 0 and heads % tensor.shape[1] == 0)
+        same = (tensor.shape[0], tensor.shape[3]) == (batch, size) and tensor.shape[1:3] == k.shape[1:3]
+        if not same or not divides:
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)}; expected [{batch}, {heads}, S, {size}], as q and k have it"
+                f"{name} has shape {list(tensor.shape)}; expected [{batch}, {heads}, S, {size}], as q and k have it, "
+                f"or a divisor of {heads} heads"
             )
+    if causal and q.shape[2] > k.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} rows; expected at most k's {k.shape[2]}: the last query sees the last key"
+        )
     if key_mask is not None:
         if not isinstance(key_mask, torch.Tensor) or key_mask.dtype != torch.bool:
             raise TypeError(
@@ -73,12 +83,24 @@ def attention(
         raise ValueError(f"scale is {scale}; expected a finite number")
     if heads == 0:
         return q.clone()  # PyTorch 2.11 divides by their number
-    if not is_served(q, k, v):
+    if not is_served(q, k, v, causal):
         mask = None if key_mask is None else key_mask[:, None, None, :]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        if causal and q.shape[2] > 1:
+            queries, keys = q.shape[2], k.shape[2]
+            seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril_(keys - queries)
+            mask = seen if mask is None else mask & seen
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != heads)
     bias = None
     if key_mask is not None:
         bias = torch.zeros(key_mask.shape, dtype=torch.float32, device="cpu").masked_fill_(~key_mask, -math.inf)
+    if q.shape[2] < _MANY_QUERIES:
+        few = q.reshape(-1, *q.shape[2:])
+        if few.stride(2) != 1:
+            few = few.contiguous()
+        out = _core.few_queries_attention(
+            few, _one_after_the_other(k), _one_after_the_other(v), batch, scale, bias, causal
+        )
+        return out.view(batch, -1, heads, size).transpose(1, 2)
     rows = [_rows_of(tensor) for tensor in (q, k, v)]
     out = _core.attention(rows[0], rows[1], rows[2], heads, scale, bias)
     return out.view(batch, -1, heads, size).transpose(1, 2)
@@ -90,7 +112,18 @@ def _rows_of(heads: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
 
 
-def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def _one_after_the_other(heads: torch.Tensor) -> torch.Tensor:
+    """``[B key heads, S, D]`` of what `_lies_so` says lies so."""
+    return heads.as_strided((heads.shape[0] * heads.shape[1], *heads.shape[2:]), heads.stride()[1:])
+
+
+def _lies_so(heads: torch.Tensor) -> bool:
+    """Whether the heads of all sequences follow each other at one distance, with contiguous rows."""
+    batch, count, _, _ = heads.shape
+    return heads.stride(3) == 1 and (batch == 1 or heads.stride(0) == count * heads.stride(1))
+
+
+def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> bool:
     """Whether the engine computes attention of such tensors: of numbers in memory, which tracers do not have, where no
     gradient is wanted, backward or forward."""
     tensors = (q, k, v)
@@ -98,5 +131,8 @@ def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         return False
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     wanted = wanted or any(forward_mode.has_tangent(t) for t in tensors)
-    some = q.shape[2] >= _LEAST_QUERIES and q.numel() > 0 and k.numel() > 0
-    return q.dtype == torch.bfloat16 and some and not wanted
+    if q.dtype != torch.bfloat16 or q.numel() == 0 or k.numel() == 0 or wanted:
+        return False
+    if q.shape[2] < _MANY_QUERIES:
+        return q.shape[3] % 32 == 0 and _lies_so(k) and _lies_so(v)
+    return q.shape[1] == k.shape[1] and not (causal and q.shape[2] > 1)
