@@ -43,6 +43,9 @@ MOESAIC_INLINE F32x16 SumsOf(const F32x16 (&v)[16]) {
 #endif
 }
 
+/// How many keys ahead of their products keys are fetched.
+inline constexpr std::int64_t kKeysAhead = 16;
+
 /// Scores of kRows queries, [row][kKeysTogether]: of all keys, and of the last one again up to a multiple of sixteen.
 template <int kRows>
 [[gnu::noinline]] void ScoresOf(const AttendFewArgs& args, const float* queries, float* scores) {
@@ -52,8 +55,11 @@ template <int kRows>
     for (int j = 0; j < kKeys; ++j) {
       const std::int64_t key = s + j < args.keys ? s + j : args.keys - 1;
       keys[j] = args.k + key * args.k_stride;
-      // The values of these keys come meanwhile.
-      for (std::int64_t d = 0; d < args.size; d += 32) __builtin_prefetch(args.v + key * args.v_stride + d, 0, 2);
+      // Keys that follow, and the values of these, come meanwhile.
+      for (std::int64_t d = 0; d < args.size; d += 32) {
+        __builtin_prefetch(keys[j] + kKeysAhead * args.k_stride + d, 0, 3);
+        __builtin_prefetch(args.v + key * args.v_stride + d, 0, 2);
+      }
     }
     F32x16 sums[16] = {};
     for (std::int64_t d = 0; d < args.size; d += 32) {

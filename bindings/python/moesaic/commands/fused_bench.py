@@ -21,10 +21,10 @@ BOUND = {"bf16": 5e-3, "fp32": 1e-6}
 
 _DESCRIPTION = """\
 Times the fused operators on the layers of an encoder (attention output and both FFN layers of each hidden size, on 16 x
-512 rows), on its attention, on odd shapes (hidden 770, 16 x 511 rows), norms, and silu_mul, under no_grad. Engine and
-peers take turns on one set of inputs; ratio: the peer's median over moesaic's. torch: eager; compile: torch.compile
-with frozen weights; onednn: the oneDNN inside PyTorch on weights that it packed before, GELU and residual as post-ops,
-a norm behind them. of limit: the larger of flops / compute ceiling and bytes read and written / read bandwidth, over
+512 rows), on its attention, on that of one query to a cache of four times as many tokens (32 heads, 4 of keys, of 128
+numbers), on odd shapes (hidden 770, 16 x 511 rows), norms, and silu_mul, under no_grad. Engine and peers take turns on
+one set of inputs; ratio: the peer's median over moesaic's. torch: eager; compile: torch.compile with frozen weights;
+onednn: the oneDNN inside PyTorch on weights that it packed before, GELU and residual as post-ops, a norm behind them. of limit: the larger of flops / compute ceiling and bytes read and written / read bandwidth, over
 the time; ceilings are probed before and after each repetition, and one whose probes differ by more than 10% does not
 count. of stream, of silu_mul: the time of PyTorch's exclusive or of both halves, as much read and written and hardly
 any arithmetic, from the caches or memory as the engine's call finds its input, over the time. Before each timed call of
@@ -165,7 +165,8 @@ def _measure_case(
     engine = inputs.engine
     row: dict[str, Any] = {"name": case.name, "rows": case.rows, "n": case.n, "k": case.k, "peers": {}}
     row |= {"flops": case.flops, "bytes": case.bytes, "verified": inputs.error()}
-    few = replace(case, rows=16).inputs()  # the fewest whose attention the engine computes
+    # The fewest whose attention the engine computes; of decoding the fewest keys.
+    few = replace(case, **({"tokens": 16} if case.kind == "decoding" else {"rows": 16})).inputs()
     calls: dict[str, Callable[[], object]] = {"moesaic": engine}
     first: dict[str, Callable[[], object]] = {"moesaic": few.engine}
     stream, few_stream = inputs.stream(), few.stream()

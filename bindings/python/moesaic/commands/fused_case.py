@@ -18,6 +18,8 @@ _EPS = 1e-12
 _VERIFIED_ROWS = 256
 _HEAD_DIM = 64
 """Of attention."""
+_DECODING = (32, 4, 128)
+"""Heads, heads of keys and numbers of a head, of one query to a cache."""
 _DRAWN_ROWS = 8192
 
 
@@ -26,12 +28,12 @@ class Case:
     """One operator on one shape: `rows` x `k` to `rows` x `n`."""
 
     name: str
-    kind: str  #: "add_layernorm", "gelu", "layernorm", "rmsnorm", "silu_mul", "attention"
+    kind: str  #: "add_layernorm", "gelu", "layernorm", "rmsnorm", "silu_mul", "attention", "decoding"
     rows: int
     n: int
     k: int
     dtype: torch.dtype
-    tokens: int = 0  #: of a sequence, for attention; x is queries, keys and values side by side
+    tokens: int = 0  #: of a sequence, for attention, whose x is queries, keys and values side by side; in a cache
 
     @property
     def has_gemm(self) -> bool:
@@ -43,6 +45,8 @@ class Case:
         """Of the GEMM, or of both products of attention."""
         if self.kind == "attention":
             return 4 * self.rows * self.sequence * self.n
+        if self.kind == "decoding":
+            return 4 * self.rows * self.tokens * self.n
         return 2 * self.rows * self.n * self.k if self.has_gemm else 0
 
     @property
@@ -58,6 +62,8 @@ class Case:
             values += self.n * self.k
         if self.kind == "add_layernorm":
             values += self.rows * self.n
+        if self.kind == "decoding":
+            values += 2 * self.rows * self.tokens * _DECODING[1] * _DECODING[2]
         return values * self.dtype.itemsize
 
     def inputs(self) -> Inputs:
@@ -83,6 +89,8 @@ def cases(
             for h in hidden
             if h % _HEAD_DIM == 0
         ]
+        n = _DECODING[0] * _DECODING[2]
+        found.append(Case(f"decoding, {4 * tokens} keys", "decoding", 1, n, n, dtype, 4 * tokens))
     odd = batch * max(1, tokens - 1)
     found += [
         Case("attention output 770", "add_layernorm", odd, 770, 770, dtype),
@@ -117,7 +125,9 @@ class Inputs:
             self.packed = PackedLinear(self.weight, self.bias)
         if case.kind == "add_layernorm":
             self.residual = normal(case.rows, case.n)
-        if case.kind != "attention":
+        if case.kind == "decoding":
+            self.cache = normal(2 * case.rows * _DECODING[1], case.tokens, _DECODING[2])
+        elif case.kind != "attention":
             self.gamma, self.beta = normal(case.n), normal(case.n)
 
     def engine(self) -> torch.Tensor:
@@ -132,6 +142,8 @@ class Inputs:
             return functional.rmsnorm(self.x, self.gamma)
         if self.case.kind == "attention":
             return _rows_of(functional.attention(*_heads_of(self.x, self.case.sequence)))
+        if self.case.kind == "decoding":
+            return _rows_of(functional.attention(*_cached(self.x, self.cache)))
         return functional.silu_mul(self.x)
 
     def error(self) -> float:
@@ -226,6 +238,13 @@ def _heads_of(x: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor,
     return q, k, v
 
 
+def _cached(x: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A query of each of the sequences ``[rows, n]``, and keys and values of all that came before."""
+    heads, key_heads, size = _DECODING
+    k, v = cache.view(2, -1, key_heads, *cache.shape[1:])
+    return x.view(-1, heads, 1, size), k, v
+
+
 def _rows_of(heads: torch.Tensor) -> torch.Tensor:
     return heads.transpose(1, 2).reshape(-1, heads.shape[1] * heads.shape[3])
 
@@ -234,6 +253,8 @@ def _compute(kind: str, n: int, x: torch.Tensor, t: dict[str, torch.Tensor], tok
     """As PyTorch has it."""
     if kind == "attention":
         return _rows_of(F.scaled_dot_product_attention(*_heads_of(x, tokens)))
+    if kind == "decoding":
+        return _rows_of(F.scaled_dot_product_attention(*_cached(x, t["cache"]), enable_gqa=True))
     if kind == "add_layernorm":
         total = F.linear(x, t["weight"], t["bias"]) + t["residual"]
         return F.layer_norm(total, (n,), t["gamma"], t["beta"], _EPS)
