@@ -212,7 +212,7 @@ py::object ActivationBackward(const std::string& activation, const py::object& d
 }
 
 py::object Attention(const py::object& q, const py::object& k, const py::object& v, std::int64_t heads, float scale,
-                     const py::object& bias) {
+                     const py::object& bias, std::int64_t key_heads, bool causal) {
   UsesTorch torch;
   fused::AttentionArgs args;
   args.q = ViewOf(q, {"q"}, kTypes);
@@ -221,6 +221,8 @@ py::object Attention(const py::object& q, const py::object& k, const py::object&
   CheckRank(args.q, "q", 3);
   CheckRank(args.k, "k", 3);
   args.heads = heads;
+  args.key_heads = key_heads;
+  args.causal = causal;
   args.scale = scale;
   const FloatVector bias_values(bias, "bias", args.k.shape[0] * args.k.shape[1]);
   args.bias = bias_values.data();
@@ -335,7 +337,8 @@ void BindFused(py::module_& module) {
              arg("out") = py::none());
   module.def("norm_backward", &NormBackward, arg("norm"), arg("d_out"), arg("normalized"), arg("inverse_std"), arg("gamma"));
   module.def("activation_backward", &ActivationBackward, arg("activation"), arg("d_out"), arg("pre"));
-  module.def("attention", &Attention, arg("q"), arg("k"), arg("v"), arg("heads"), arg("scale"), arg("bias") = py::none());
+  module.def("attention", &Attention, arg("q"), arg("k"), arg("v"), arg("heads"), arg("scale"), arg("bias") = py::none(),
+             arg("key_heads") = 0, arg("causal") = false);
   module.def("few_queries_attention", &FewQueriesAttention, arg("q"), arg("k"), arg("v"), arg("batch"), arg("scale"),
              arg("bias") = py::none(), arg("causal") = false);
   module.def("sample_of", &Sample, arg("tensor"));

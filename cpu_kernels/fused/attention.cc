@@ -41,6 +41,7 @@ class AttentionRun {
         queries_(args.q.shape[1]),
         keys_(args.k.shape[1]),
         head_size_(args.q.shape[2] / args.heads),
+        heads_together_(args.key_heads == 0 ? 1 : args.heads / args.key_heads),
         ld_scores_(SumsPitch(RoundUp(keys_, kTileColumns))),
         ld_out_(SumsPitch(RoundUp(head_size_, kTileColumns))) {
     // Scores and what they are rounded to, of a block, in half of L2.
@@ -95,8 +96,8 @@ class AttentionRun {
   }
 
   void Head(std::int64_t batch, std::int64_t head, std::int64_t part, const Memory& memory) const {
-    const std::int64_t column = head * head_size_;
-    const HeadRows q{args_.q, batch, column}, k{args_.k, batch, column}, v{args_.v, batch, column};
+    const std::int64_t column = head * head_size_, key_column = head / heads_together_ * head_size_;
+    const HeadRows q{args_.q, batch, column}, k{args_.k, batch, key_column}, v{args_.v, batch, key_column};
     const float* const bias = args_.bias == nullptr ? nullptr : args_.bias + batch * keys_;
     const std::int64_t begin = part * blocks_of_part_ * block_, end = std::min(begin + blocks_of_part_ * block_, queries_);
     Fetch(k, 0, std::min(keys_, kRowsAhead));
@@ -108,9 +109,14 @@ class AttentionRun {
       const std::int64_t rows = std::min(block_, end - first);
       Pack(q, first, rows, &PackRowsArgs::stored, memory.queries, memory.rows);
       Fetch(q, first + rows, std::min(block_, end - first - rows));
-      Multiply(memory.queries, memory.keys, {rows, keys_, head_size_}, memory.scores, ld_scores_);
-      Softmax(rows, bias, memory);
-      Multiply(memory.powers, memory.values, {rows, head_size_, keys_}, memory.out, ld_out_);
+      // Keys behind the last query's own are left out, in whole tiles.
+      const std::int64_t before = keys_ - queries_ + first, seen = args_.causal ? before + rows : keys_;
+      TileMatrix keys = memory.keys, values = memory.values, powers = memory.powers;
+      keys.panels = CeilDiv(seen, kPanelRows);
+      values.columns = powers.columns = CeilDiv(seen, kTileColumns);
+      Multiply(memory.queries, keys, {rows, seen, head_size_}, memory.scores, ld_scores_);
+      Softmax(rows, seen, args_.causal ? before + 1 : 0, bias, powers, memory);
+      Multiply(powers, values, {rows, head_size_, seen}, memory.out, ld_out_);
       for (std::int64_t i = 0; i < rows; ++i) {
         for (std::int64_t c = 0; c < head_size_; ++c) memory.out[i * ld_out_ + c] *= memory.inverse_sums[i];
       }
@@ -169,23 +175,26 @@ class AttentionRun {
 
   /// Scores become powers, rounded to bf16 tiles. What divides them comes after the product: the largest power is 1 to the last
   /// bit, where probabilities that are equal would all be rounded in one direction.
-  void Softmax(std::int64_t rows, const float* bias, const Memory& memory) const {
-    const FusedRange range(FusedStage::kSoftmax, 0.0, 6.0 * static_cast<double>(rows * keys_));
+  /// @param keys  of which the first row sees `first_sees`, or all where that is 0
+  void Softmax(std::int64_t rows, std::int64_t keys, std::int64_t first_sees, const float* bias, const TileMatrix& powers,
+               const Memory& memory) const {
+    const FusedRange range(FusedStage::kSoftmax, 0.0, 6.0 * static_cast<double>(rows * keys));
     SoftmaxRowsArgs softmax;
     softmax.x = memory.scores;
     softmax.ld = ld_scores_;
     softmax.rows = rows;
-    softmax.columns = keys_;
+    softmax.columns = keys;
+    softmax.first_sees = first_sees;
     softmax.scale = args_.scale;
     softmax.bias = bias;
-    softmax.powers = memory.powers;
+    softmax.powers = powers;
     softmax.inverse_sums = memory.inverse_sums;
     kernels_.fused.softmax_rows(softmax);
   }
 
   const AttentionArgs& args_;
   Pool& pool_;
-  const std::int64_t queries_, keys_, head_size_, ld_scores_, ld_out_;
+  const std::int64_t queries_, keys_, head_size_, heads_together_, ld_scores_, ld_out_;
   const KernelTier& kernels_ = ChosenKernels();
   std::int64_t block_ = 0, parts_ = 0, blocks_of_part_ = 0;
 };
@@ -214,9 +223,19 @@ void Attention(const AttentionArgs& args, Pool& pool) {
     throw std::invalid_argument("heads is " + std::to_string(args.heads) + "; expected a divisor of q's " +
                                 std::to_string(columns) + " columns");
   }
+  const std::int64_t key_heads = args.key_heads == 0 ? args.heads : args.key_heads;
+  if (key_heads < 1 || args.heads % key_heads != 0) {
+    throw std::invalid_argument("key_heads is " + std::to_string(key_heads) + "; expected a divisor of " +
+                                std::to_string(args.heads) + " heads");
+  }
+  if (args.causal && queries > keys) {
+    throw std::invalid_argument("q has " + std::to_string(queries) + " rows; expected no more than k's " +
+                                std::to_string(keys) + ", for the last query sees the last key");
+  }
+  const std::int64_t key_columns = columns / args.heads * key_heads;
   Check(args.q, "q", batch, queries, columns);
-  Check(args.k, "k", batch, keys, columns);
-  Check(args.v, "v", batch, keys, columns);
+  Check(args.k, "k", batch, keys, key_columns);
+  Check(args.v, "v", batch, keys, key_columns);
   Check(args.out, "out", batch, queries, columns);
   if (keys == 0) throw std::invalid_argument("k has no rows; expected one at least");
   if (batch == 0 || queries == 0 || columns == 0) return;

@@ -1,6 +1,9 @@
-// Attention of encoders on a thread pool, forward alone: scores, softmax and values, head by head, in one pass.
+// Attention of many queries on a thread pool, forward alone: scores, softmax and values, head by head, in one pass.
 //
-//   out[b][t][h] = sum over s of p[t][s] v[b][s][h]    p[t] = softmax over s of (scale q[b][t][h] . k[b][s][h] + bias[b][s])
+//   out[b][t][h] = sum over s of p[t][s] v[b][s][h / n]    p[t] = softmax over s of (scale q[b][t][h] . k[b][s][h / n] +
+//   bias[b][s])
+//
+// with n heads of queries to one of keys; causal, a query sees the keys up to its own, and no others are multiplied.
 //
 // A task takes a head, or some of its queries: keys and values become tiles once, and a block of queries meets all keys, whose
 // scores stay in its core's L2 cache. How work is cut changes no bit of the result.
@@ -16,13 +19,15 @@ namespace moesaic::fused {
 /// bf16 views with contiguous columns; heads lie side by side in them.
 struct AttentionArgs {
   TensorView q;  ///< [B, T, heads D]
-  TensorView k;  ///< [B, S, heads D]
-  TensorView v;  ///< [B, S, heads D]
+  TensorView k;  ///< [B, S, key heads D]
+  TensorView v;  ///< [B, S, key heads D]
   std::int64_t heads = 1;
   float scale = 1;
   const float* bias = nullptr;  ///< contiguous [B, S], or null: none. -infinity: a key that nobody sees; where a query sees
                                 ///< none, its result is 0
   TensorView out;               ///< [B, T, heads D]
+  std::int64_t key_heads = 0;   ///< a divisor of heads; 0: as many
+  bool causal = false;          ///< the last query sees all keys, each one before it one less
 };
 
 /// Scores and sums are fp32, p is rounded to bf16 before it is divided by its sum. NaN passes through. Waits for its end and

@@ -127,12 +127,14 @@ struct SiluMulBackwardArgs {
 /// Where all are -infinity the sum counts as infinite. Powers are within 1e-4, relative, before they are rounded to bf16; the
 /// sum is that of the unrounded ones. What lies beyond rows and columns in their tiles is filled with zeros.
 struct SoftmaxRowsArgs {
-  const float* x = nullptr;  ///< [rows][ld]
+  const float* x = nullptr;  ///< [rows][ld]; where a row does not see all columns, anything
   std::int64_t ld = 0;
   std::int64_t rows = 0;
   std::int64_t columns = 0;
   float scale = 1;
-  const float* bias = nullptr;    ///< [columns], or null
+  const float* bias = nullptr;  ///< [columns], or null
+  /// The first row sees so many columns, each one after it one more, up to all; others count as -infinity. 0: all see all.
+  std::int64_t first_sees = 0;
   TileMatrix powers;              ///< operand [rows][columns], activations' order
   float* inverse_sums = nullptr;  ///< [rows]
 };

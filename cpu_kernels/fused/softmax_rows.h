@@ -45,17 +45,18 @@ MOESAIC_INLINE F32x16 Powers(const SoftmaxRowsArgs& args, const float* x, std::i
   return RoughExp2((Scores<true>(args, x, c, n) - most) * kLog2OfE);
 }
 
+/// @param columns  that the row sees
 template <bool kBiased>
-inline void SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, BFloat16* out, float& inverse_sum) {
+inline void SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, std::int64_t columns, BFloat16* out, float& inverse_sum) {
   constexpr float kInfinity = __builtin_inff();
   constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const std::int64_t whole = args.columns / 32 * 32, step = args.powers.column_stride * kTileElements;
+  const std::int64_t whole = columns / 32 * 32, step = args.powers.column_stride * kTileElements;
   F32x16 largest[2] = {Broadcast(-kInfinity), Broadcast(-kInfinity)};
   for (std::int64_t c = 0; c < whole; c += 32) {
     for (int i = 0; i < 2; ++i) largest[i] = LargerOf(Scores<kBiased>(args, x, c + 16 * i, 16), largest[i]);
   }
-  for (std::int64_t c = whole; c < args.columns; c += 16) {
-    const std::int64_t n = args.columns - c < 16 ? args.columns - c : 16;
+  for (std::int64_t c = whole; c < columns; c += 16) {
+    const std::int64_t n = columns - c < 16 ? columns - c : 16;
     const F32x16 scores = Scores<kBiased>(args, x, c, n);
     largest[0] = LargerOf(Select(kLanes < static_cast<std::int32_t>(n), scores, Broadcast(-kInfinity)), largest[0]);
   }
@@ -72,16 +73,18 @@ inline void SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, BFloat16* ou
     const U16x32 line = NarrowBoth(powers[0], powers[1]);
     std::memcpy(out, &line, sizeof(line));
   }
-  if (whole < args.columns) {
+  if (whole < columns) {
     F32x16 powers[2] = {};
     for (int i = 0; i < 2; ++i) {
-      const std::int64_t c = whole + 16 * i, left = args.columns - c, n = left < 16 ? left : 16;
+      const std::int64_t c = whole + 16 * i, left = columns - c, n = left < 16 ? left : 16;
       if (n > 0) powers[i] = FirstLanes(Powers<kBiased>(args, x, c, n, most), n);
       sums[i] = sums[i] + powers[i];
     }
     const U16x32 line = NarrowBoth(powers[0], powers[1]);
     std::memcpy(out, &line, sizeof(line));
+    out += step;
   }
+  for (std::int64_t c = RoundUp(columns, 32); c < args.columns; c += 32, out += step) std::memset(out, 0, 64);
   const float sum = SumOf(sums[0] + sums[1]);
   inverse_sum = nothing && sum == sum ? 0.0f : 1.0f / sum;  // NaN passes through
 }
@@ -90,10 +93,12 @@ inline void SoftmaxRows(const SoftmaxRowsArgs& args) {
   for (std::int64_t r = 0; r < args.rows; ++r) {
     BFloat16* const out = args.powers.Tile(r / kPanelRows, 0) + r % kPanelRows * kTileColumns;
     const float* const x = args.x + r * args.ld;
+    const std::int64_t sees = args.first_sees + r;
+    const std::int64_t columns = args.first_sees == 0 || sees > args.columns ? args.columns : sees;
     if (args.bias == nullptr) {
-      SoftmaxRow<false>(args, x, out, args.inverse_sums[r]);
+      SoftmaxRow<false>(args, x, columns, out, args.inverse_sums[r]);
     } else {
-      SoftmaxRow<true>(args, x, out, args.inverse_sums[r]);
+      SoftmaxRow<true>(args, x, columns, out, args.inverse_sums[r]);
     }
   }
   for (std::int64_t r = args.rows; r % kPanelRows != 0; ++r) {

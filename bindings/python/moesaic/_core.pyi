@@ -146,9 +146,11 @@ def attention(
     heads: int,
     scale: float,
     bias: torch.Tensor | None = None,
+    key_heads: int = 0,
+    causal: bool = False,
 ) -> torch.Tensor:
-    """softmax(scale q k^T + bias) v of bf16 [B, rows, heads D], head by head: [B T, heads D];
-    cpu_kernels/fused/attention.h."""
+    """softmax(scale q k^T + bias) v of bf16 [B, rows, heads D], head by head: [B T, heads D]; key_heads 0: as many as
+    heads; cpu_kernels/fused/attention.h."""
 
 def few_queries_attention(
     q: torch.Tensor,

@@ -56,11 +56,16 @@ def attention_forward(
     plain = dropout == 0.0 and not any(
         kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux", "sliding_window")
     )
-    # Without a mask transformers means: causal, for a prompt whose first token sees one key.
+    # Without a mask the first token of a prompt sees the first key.
     causal = causal and attention_mask is None and query.shape[2] > 1
-    if plain and not (causal and query.shape[2] != key.shape[2]) and _may_run(query, key, value, causal):
-        key_mask = None if attention_mask is None else _key_mask(attention_mask, query.shape[0], key.shape[2])
+    if plain and not (causal and query.shape[2] > key.shape[2]) and _may_run(query, key, value):
+        key_mask, count = None, query.shape[2] if causal else key.shape[2]
+        if attention_mask is not None:
+            key_mask, causal = _key_mask(attention_mask, query.shape[0], query.shape[2], key.shape[2])
+            count = count if key_mask is None else key_mask.shape[1]
         if attention_mask is None or key_mask is not None:
+            # Of a cache of a fixed length the last keys are not there yet.
+            key, value = key[:, :, :count], value[:, :, :count]
             return functional.attention(query, key, value, scaling, key_mask, causal).transpose(1, 2), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -70,24 +75,31 @@ def attention_forward(
     return out
 
 
-def _may_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> bool:
+def _may_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
     if any(not t.is_cpu or t.dtype != query.dtype or t.dim() != 4 for t in (query, key, value)):
         return False
     same = query.shape[0] == key.shape[0] and key.shape == value.shape and query.shape[3] == key.shape[3]
     divides = key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0
-    return same and divides and is_served(query, key, value, causal)
+    return same and divides and is_served(query, key, value)
 
 
-def _key_mask(mask: torch.Tensor, batch: int, keys: int) -> torch.Tensor | None:
-    """``[B, S]`` where all queries and heads see the same keys, as padding has it; else None."""
-    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != keys:
-        return None
-    first = mask[:, 0, :1]
-    if mask.stride(2) != 0 and not bool((mask[:, 0] == first).all()):
-        return None
-    return first[:, 0].expand(batch, keys)
+def _key_mask(mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[torch.Tensor | None, bool]:
+    """``[B, S]`` where all queries and heads see the same keys, as padding has it, and whether each query sees those up
+    to its own alone; S: up to the last key that any query sees. None for any other mask."""
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or tuple(mask.shape[2:]) != (queries, keys):
+        return None, False
+    seen = mask[:, 0]
+    last = seen[:, -1:]
+    at = last.any(0)[0].nonzero()
+    count = int(at[-1]) + 1 if len(at) > 0 else keys
+    key_mask = last[:, 0, :count].expand(batch, count)
+    if mask.stride(2) == 0 or queries == 1 or bool((seen == last).all()):
+        return key_mask, False
+    if queries <= count and bool((seen == last & torch.ones_like(seen[0]).tril_(count - queries)).all()):
+        return key_mask, True
+    return None, False
 
 
 def _set_since(module: Any) -> Any:

@@ -27,9 +27,9 @@ def attention(
 ) -> torch.Tensor:
     """``softmax(scale q k^T) v`` for each head.
 
-    The engine computes it in bf16 where no gradient is wanted: fewer than 16 queries, as decoding has them, where D is
-    a multiple of 32 (in fp32 but for the result); more, where each head has keys of its own and `causal` is False
-    (scores and sums in fp32, e^score rounded before it is divided).
+    The engine computes it in bf16 where no gradient is wanted: 16 queries and more (scores and sums in fp32, e^score
+    rounded before it is divided); fewer, as decoding has them, where D is a multiple of 32 (in fp32 but for the
+    result).
     ``torch.nn.functional.scaled_dot_product_attention`` everywhere else, gradients included.
 
     Args:
@@ -83,7 +83,7 @@ def attention(
         raise ValueError(f"scale is {scale}; expected a finite number")
     if heads == 0:
         return q.clone()  # PyTorch 2.11 divides by their number
-    if not is_served(q, k, v, causal):
+    if not is_served(q, k, v):
         mask = None if key_mask is None else key_mask[:, None, None, :]
         if causal and q.shape[2] > 1:
             queries, keys = q.shape[2], k.shape[2]
@@ -102,7 +102,7 @@ def attention(
         )
         return out.view(batch, -1, heads, size).transpose(1, 2)
     rows = [_rows_of(tensor) for tensor in (q, k, v)]
-    out = _core.attention(rows[0], rows[1], rows[2], heads, scale, bias)
+    out = _core.attention(rows[0], rows[1], rows[2], heads, scale, bias, k.shape[1], causal)
     return out.view(batch, -1, heads, size).transpose(1, 2)
 
 
@@ -123,7 +123,7 @@ def _lies_so(heads: torch.Tensor) -> bool:
     return heads.stride(3) == 1 and (batch == 1 or heads.stride(0) == count * heads.stride(1))
 
 
-def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> bool:
+def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the engine computes attention of such tensors: of numbers in memory, which tracers do not have, where no
     gradient is wanted, backward or forward."""
     tensors = (q, k, v)
@@ -133,6 +133,4 @@ def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = 
     wanted = wanted or any(forward_mode.has_tangent(t) for t in tensors)
     if q.dtype != torch.bfloat16 or q.numel() == 0 or k.numel() == 0 or wanted:
         return False
-    if q.shape[2] < _MANY_QUERIES:
-        return q.shape[3] % 32 == 0 and _lies_so(k) and _lies_so(v)
-    return q.shape[1] == k.shape[1] and not (causal and q.shape[2] > 1)
+    return q.shape[2] >= _MANY_QUERIES or (q.shape[3] % 32 == 0 and _lies_so(k) and _lies_so(v))
