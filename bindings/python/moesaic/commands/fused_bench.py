@@ -167,7 +167,7 @@ def _measure_case(
     row: dict[str, Any] = {"name": case.name, "rows": case.rows, "n": case.n, "k": case.k, "peers": {}}
     row |= {"flops": case.flops, "bytes": case.bytes, "verified": inputs.error()}
     # The fewest whose attention the engine computes; of decoding the fewest keys.
-    few = replace(case, **({"tokens": 16} if case.kind == "decoding" else {"rows": 16})).inputs()
+    few = (replace(case, tokens=16) if case.kind == "decoding" else replace(case, rows=16)).inputs()
     calls: dict[str, Callable[[], object]] = {"moesaic": engine}
     first: dict[str, Callable[[], object]] = {"moesaic": few.engine}
     stream, few_stream = inputs.stream(), few.stream()
