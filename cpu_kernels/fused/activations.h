@@ -1,5 +1,5 @@
-// GELU, SiLU's sigmoid and e^x on sixteen floats. `T` is what the result is stored as: for bf16 what is faster will do, with an
-// error that is a small part of the rounding's.
+// GELU, SiLU's sigmoid and powers of 2 on sixteen floats. `T` is what the result is stored as: for bf16 what is faster will do,
+// with an error that is a small part of the rounding's.
 #pragma once
 
 #include "cpu_kernels/fused/fused_kernels.h"

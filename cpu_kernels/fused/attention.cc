@@ -100,11 +100,12 @@ class AttentionRun {
     const HeadRows q{args_.q, batch, column}, k{args_.k, batch, key_column}, v{args_.v, batch, key_column};
     const float* const bias = args_.bias == nullptr ? nullptr : args_.bias + batch * keys_;
     const std::int64_t begin = part * blocks_of_part_ * block_, end = std::min(begin + blocks_of_part_ * block_, queries_);
-    Fetch(k, 0, std::min(keys_, kRowsAhead));
-    Fetch(v, 0, std::min(keys_, kRowsAhead));
-    Pack(k, 0, keys_, &PackRowsArgs::pairs, memory.keys, memory.rows);
+    const std::int64_t needed = args_.causal ? keys_ - queries_ + end : keys_;
+    Fetch(k, 0, std::min(needed, kRowsAhead));
+    Fetch(v, 0, std::min(needed, kRowsAhead));
+    Pack(k, 0, needed, &PackRowsArgs::pairs, memory.keys, memory.rows);
     Fetch(q, begin, std::min(block_, end - begin));
-    Pack(v, 0, keys_, &PackRowsArgs::row_pairs, memory.values, memory.rows);
+    Pack(v, 0, needed, &PackRowsArgs::row_pairs, memory.values, memory.rows);
     for (std::int64_t first = begin; first < end; first += block_) {
       const std::int64_t rows = std::min(block_, end - first);
       Pack(q, first, rows, &PackRowsArgs::stored, memory.queries, memory.rows);
@@ -199,25 +200,11 @@ class AttentionRun {
   std::int64_t block_ = 0, parts_ = 0, blocks_of_part_ = 0;
 };
 
-void Check(const TensorView& view, const char* name, std::int64_t batch, std::int64_t rows, std::int64_t columns) {
-  if (view.rank != 3 || view.shape[0] != batch || view.shape[1] != rows || view.shape[2] != columns) {
-    throw std::invalid_argument(std::string(name) + " has shape " + ShapeText(view) + "; expected [" + std::to_string(batch) +
-                                ", " + std::to_string(rows) + ", " + std::to_string(columns) + "]");
-  }
-  if (view.dtype != DType::kBFloat16)
-    throw std::invalid_argument(std::string(name) + " is " + NameOf(view.dtype) + "; expected bfloat16");
-  if (columns > 1 && view.stride[2] != 1) {
-    throw std::invalid_argument(std::string(name) + " has gaps between its columns; expected contiguous rows");
-  }
-}
-
 }  // namespace
 
 void Attention(const AttentionArgs& args, Pool& pool) {
-  if (args.q.rank != 3 || args.k.rank != 3) {
-    throw std::invalid_argument("q and k have " + std::to_string(args.q.rank) + " and " + std::to_string(args.k.rank) +
-                                " dimensions; expected three each");
-  }
+  CheckThreeDimensions(args.q, "q");
+  CheckThreeDimensions(args.k, "k");
   const std::int64_t batch = args.q.shape[0], queries = args.q.shape[1], keys = args.k.shape[1], columns = args.q.shape[2];
   if (args.heads < 1 || columns % args.heads != 0) {
     throw std::invalid_argument("heads is " + std::to_string(args.heads) + "; expected a divisor of q's " +
@@ -228,15 +215,12 @@ void Attention(const AttentionArgs& args, Pool& pool) {
     throw std::invalid_argument("key_heads is " + std::to_string(key_heads) + "; expected a divisor of " +
                                 std::to_string(args.heads) + " heads");
   }
-  if (args.causal && queries > keys) {
-    throw std::invalid_argument("q has " + std::to_string(queries) + " rows; expected no more than k's " +
-                                std::to_string(keys) + ", for the last query sees the last key");
-  }
+  if (args.causal) CheckCausal(queries, keys);
   const std::int64_t key_columns = columns / args.heads * key_heads;
-  Check(args.q, "q", batch, queries, columns);
-  Check(args.k, "k", batch, keys, key_columns);
-  Check(args.v, "v", batch, keys, key_columns);
-  Check(args.out, "out", batch, queries, columns);
+  CheckRows(args.q, "q", batch, queries, columns);
+  CheckRows(args.k, "k", batch, keys, key_columns);
+  CheckRows(args.v, "v", batch, keys, key_columns);
+  CheckRows(args.out, "out", batch, queries, columns);
   if (keys == 0) throw std::invalid_argument("k has no rows; expected one at least");
   if (batch == 0 || queries == 0 || columns == 0) return;
   const Pool::Turn turn(pool);  // as many threads to its end as scratch memory is taken for

@@ -1,12 +1,12 @@
 // Attention of many queries on a thread pool, forward alone: scores, softmax and values, head by head, in one pass.
 //
-//   out[b][t][h] = sum over s of p[t][s] v[b][s][h / n]    p[t] = softmax over s of (scale q[b][t][h] . k[b][s][h / n] +
-//   bias[b][s])
+//   out[b][t][h] = sum over s of p[t][s] v[b][s][h / n]
+//   p[t] = softmax over s of (scale q[b][t][h] . k[b][s][h / n] + bias[b][s])
 //
-// with n heads of queries to one of keys; causal, a query sees the keys up to its own, and no others are multiplied.
+// with n heads of queries to one of keys; causal, a query sees the keys up to its own.
 //
-// A task takes a head, or some of its queries: keys and values become tiles once, and a block of queries meets all keys, whose
-// scores stay in its core's L2 cache. How work is cut changes no bit of the result.
+// A task takes a head, or some of its queries: keys and values that these see become tiles once, and a block of queries meets
+// all keys, whose scores stay in its core's L2 cache. How work is cut changes no bit of the result.
 #pragma once
 
 #include <cstdint>
@@ -30,9 +30,9 @@ struct AttentionArgs {
   bool causal = false;          ///< the last query sees all keys, each one before it one less
 };
 
-/// Scores and sums are fp32, p is rounded to bf16 before it is divided by its sum. NaN passes through. Waits for its end and
-/// may be called from several threads. Throws std::invalid_argument naming the argument, before anything is computed;
-/// std::bad_alloc.
+/// Scores and sums are fp32, p is rounded to bf16 before it is divided by its sum. NaN passes through; from a value that a
+/// query does not see it may, for p is 0 there and is multiplied in whole tiles. Waits for its end and may be called from
+/// several threads. Throws std::invalid_argument naming the argument, before anything is computed; std::bad_alloc.
 void Attention(const AttentionArgs& args, threadpool::Pool& pool);
 
 }  // namespace moesaic::fused

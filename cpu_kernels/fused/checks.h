@@ -1,6 +1,7 @@
 // What refusals of fused layers say of a tensor.
 #pragma once
 
+#include <stdexcept>
 #include <string>
 
 #include "cpu_kernels/tensor_view.h"
@@ -14,5 +15,30 @@ inline std::string ShapeText(const TensorView& view) {
 }
 
 inline const char* NameOf(DType dtype) { return dtype == DType::kFloat32 ? "float32" : "bfloat16"; }
+
+/// bf16 [heads or sequences, rows, columns] with contiguous columns.
+inline void CheckRows(const TensorView& view, const char* name, std::int64_t first, std::int64_t rows, std::int64_t columns) {
+  if (view.rank != 3 || view.shape[0] != first || view.shape[1] != rows || view.shape[2] != columns) {
+    throw std::invalid_argument(std::string(name) + " has shape " + ShapeText(view) + "; expected [" + std::to_string(first) +
+                                ", " + std::to_string(rows) + ", " + std::to_string(columns) + "]");
+  }
+  if (view.dtype != DType::kBFloat16) {
+    throw std::invalid_argument(std::string(name) + " is " + NameOf(view.dtype) + "; expected bfloat16");
+  }
+  if (columns > 1 && view.stride[2] != 1) {
+    throw std::invalid_argument(std::string(name) + " has gaps between its columns; expected contiguous rows");
+  }
+}
+
+inline void CheckThreeDimensions(const TensorView& view, const char* name) {
+  if (view.rank == 3) return;
+  throw std::invalid_argument(std::string(name) + " has " + std::to_string(view.rank) + " dimensions; expected three");
+}
+
+inline void CheckCausal(std::int64_t queries, std::int64_t keys) {
+  if (queries <= keys) return;
+  throw std::invalid_argument("q has " + std::to_string(queries) + " rows; expected at most k's " + std::to_string(keys) +
+                              ": the last query sees the last key");
+}
 
 }  // namespace moesaic::fused

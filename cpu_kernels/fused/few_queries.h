@@ -97,7 +97,7 @@ inline void PowersOf(const AttendFewArgs& args, std::int64_t row, float* scores)
   F32x16 sum{};
   for (std::int64_t s = 0; s < args.keys; s += 16) {
     const F32x16 power = RoughExp2(LoadF32(scores + s) - shift);
-    // Elsewhere than on AVX-512 what is as good as zero is not.
+    // Exp(), where there is no AVX-512, gives 1e-38 there.
     const F32x16 kept = Select(LoadF32(scores + s) == -kInfinity, F32x16{}, power);
     StoreF32(scores + s, kept);
     sum += kept;
@@ -167,16 +167,18 @@ inline void MergeAttended(const MergeAttendedArgs& args) {
       if (of_part > most) most = of_part;
     }
     if (most == -kInfinity) most = 0.0f;
-    const auto weight_of = [&](std::int64_t p)
-                               MOESAIC_INLINE_LAMBDA { return RoughExp2(Broadcast(args.most[p * args.rows + r] - most))[0]; };
     float total = 0.0f;
-    for (std::int64_t p = 0; p < args.parts; ++p) total += weight_of(p) * args.sums[p * args.rows + r];
+    for (std::int64_t p = 0; p < args.parts; ++p) {
+      float& of_part = args.most[p * args.rows + r];
+      of_part = RoughExp2(Broadcast(of_part - most))[0];  // the part's weight from here on
+      total += of_part * args.sums[p * args.rows + r];
+    }
     const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
     for (std::int64_t d = 0; d < args.size; d += 32) {
       EvenOdd sum{};
       for (std::int64_t p = 0; p < args.parts; ++p) {
         const float* const part = args.out + (p * args.rows + r) * args.size + d;
-        const F32x16 weight = Broadcast(weight_of(p));
+        const F32x16 weight = Broadcast(args.most[p * args.rows + r]);
         sum.even = MultiplyAdd(LoadF32(part), weight, sum.even);
         sum.odd = MultiplyAdd(LoadF32(part + 16), weight, sum.odd);
       }

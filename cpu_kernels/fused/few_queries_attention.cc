@@ -16,6 +16,9 @@ namespace {
 
 using threadpool::Pool;
 
+/// Bytes of scratch memory that stay for the next call, at most, for each thread: very many keys take more.
+constexpr std::int64_t kMostKept = 4 << 20;
+
 BFloat16* RowAt(const TensorView& view, std::int64_t head, std::int64_t row) {
   return static_cast<BFloat16*>(view.data) + head * view.stride[0] + row * view.stride[1];
 }
@@ -37,21 +40,15 @@ class FewQueriesRun {
         left_(static_cast<std::size_t>(args.k.shape[0])) {}
 
   void Run() {
-    const std::int64_t groups = args_.k.shape[0];
-    Carver one;
-    Take(one);
-    const std::int64_t worker_bytes = one.used();
-    Carver sums;
-    most_ = sums.Take<float>(groups * parts_ * rows_);
-    sums_ = sums.Take<float>(groups * parts_ * rows_);
-    out_ = sums.Take<float>(groups * parts_ * rows_ * size_);
-    const Scratch scratch(pool_.num_threads() * worker_bytes + sums.used());
+    Carver of_worker, of_all;
+    Take(of_worker);
+    TakeSums(of_all);
+    const std::int64_t worker_bytes = of_worker.used(), bytes = pool_.num_threads() * worker_bytes + of_all.used();
+    const Scratch scratch(bytes, bytes <= kMostKept * pool_.num_threads());
     Carver shared(scratch.data() + pool_.num_threads() * worker_bytes);
-    most_ = shared.Take<float>(groups * parts_ * rows_);
-    sums_ = shared.Take<float>(groups * parts_ * rows_);
-    out_ = shared.Take<float>(groups * parts_ * rows_ * size_);
+    TakeSums(shared);
     for (std::atomic<std::int64_t>& left : left_) left.store(parts_, std::memory_order_relaxed);
-    pool_.ParallelFor(groups * parts_, [&](std::int64_t i, int worker) {
+    pool_.ParallelFor(args_.k.shape[0] * parts_, [&](std::int64_t i, int worker) {
       Carver carver(scratch.data() + worker * worker_bytes);
       const Memory memory = Take(carver);
       const std::int64_t group = i / parts_;
@@ -72,6 +69,13 @@ class FewQueriesRun {
   Memory Take(Carver& carver) const {
     return {carver.Take<const BFloat16*>(rows_), carver.Take<BFloat16*>(rows_), carver.Take<std::int64_t>(rows_),
             carver.Take<float>(AttendFewScratch(size_))};
+  }
+
+  void TakeSums(Carver& carver) {
+    const std::int64_t rows = args_.k.shape[0] * parts_ * rows_;
+    most_ = carver.Take<float>(rows);
+    sums_ = carver.Take<float>(rows);
+    out_ = carver.Take<float>(rows * size_);
   }
 
   /// Keys from the `part`-th kKeysTogether on.
@@ -106,6 +110,7 @@ class FewQueriesRun {
   }
 
   void Merge(std::int64_t group, const Memory& memory) const {
+    const FusedRange range(FusedStage::kFewQueries, 0.0, 4.0 * static_cast<double>(parts_ * rows_ * size_));
     const std::int64_t batch = group / key_heads_, first_head = group % key_heads_ * heads_together_;
     for (std::int64_t r = 0; r < rows_; ++r) {
       memory.to[r] = RowAt(args_.out, batch, r % queries_) + (first_head + r / queries_) * size_;
@@ -127,45 +132,31 @@ class FewQueriesRun {
   const std::int64_t queries_, keys_, size_, key_heads_, heads_together_, rows_, parts_;
   std::vector<std::atomic<std::int64_t>> left_;  ///< parts of each group that are not done
   const KernelTier& kernels_ = ChosenKernels();
-  float *most_ = nullptr, *sums_ = nullptr, *out_ = nullptr;
+  float *most_ = nullptr, *sums_ = nullptr, *out_ = nullptr;  ///< of each group, part and row
 };
-
-void Check(const TensorView& view, const char* name, std::int64_t heads, std::int64_t rows, std::int64_t columns) {
-  if (view.rank != 3 || view.shape[0] != heads || view.shape[1] != rows || view.shape[2] != columns) {
-    throw std::invalid_argument(std::string(name) + " has shape " + ShapeText(view) + "; expected [" + std::to_string(heads) +
-                                ", " + std::to_string(rows) + ", " + std::to_string(columns) + "]");
-  }
-  if (view.dtype != DType::kBFloat16) {
-    throw std::invalid_argument(std::string(name) + " is " + NameOf(view.dtype) + "; expected bfloat16");
-  }
-  if (view.stride[2] != 1) {
-    throw std::invalid_argument(std::string(name) + " has gaps between its columns; expected contiguous rows");
-  }
-}
 
 }  // namespace
 
 void FewQueriesAttention(const FewQueriesAttentionArgs& args, Pool& pool) {
-  if (args.q.rank != 3 || args.k.rank != 3 || args.out.rank != 3)
-    throw std::invalid_argument("q, k or out is no view of three dimensions");
+  CheckThreeDimensions(args.q, "q");
+  CheckThreeDimensions(args.k, "k");
+  CheckThreeDimensions(args.out, "out");
   const std::int64_t heads = args.q.shape[0], queries = args.q.shape[1], size = args.q.shape[2];
   const std::int64_t key_heads = args.k.shape[0], keys = args.k.shape[1], batch = args.out.shape[0];
   if (size == 0 || size % 32 != 0) {
     throw std::invalid_argument("q has " + std::to_string(size) + " columns; expected a multiple of 32");
   }
-  if (key_heads == 0 || heads % key_heads != 0 || batch == 0 || key_heads % batch != 0) {
+  if (batch == 0) throw std::invalid_argument("out has 0 sequences; expected one at least");
+  if (key_heads == 0 || heads % key_heads != 0 || key_heads % batch != 0) {
     throw std::invalid_argument("k has " + std::to_string(key_heads) + " heads; expected a divisor of q's " +
                                 std::to_string(heads) + " and a multiple of out's " + std::to_string(batch) + " sequences");
   }
   if (keys == 0) throw std::invalid_argument("k has no rows; expected one at least");
-  if (args.causal && queries > keys) {
-    throw std::invalid_argument("q has " + std::to_string(queries) + " rows; expected no more than k's " +
-                                std::to_string(keys) + ", for the last query sees the last key");
-  }
-  Check(args.q, "q", heads, queries, size);
-  Check(args.k, "k", key_heads, keys, size);
-  Check(args.v, "v", key_heads, keys, size);
-  Check(args.out, "out", batch, queries, heads / batch * size);
+  if (args.causal) CheckCausal(queries, keys);
+  CheckRows(args.q, "q", heads, queries, size);
+  CheckRows(args.k, "k", key_heads, keys, size);
+  CheckRows(args.v, "v", key_heads, keys, size);
+  CheckRows(args.out, "out", batch, queries, heads / batch * size);
   if (queries == 0) return;
   const Pool::Turn turn(pool);  // as many threads to its end as scratch memory is taken for
   FewQueriesRun(args, pool).Run();

@@ -1,7 +1,7 @@
 // Attention of few queries on a thread pool, as decoding has it, forward alone: groups of heads share keys and values.
 //
-//   out[b][t][h] = sum over s of p[t][s] v[b][h / n][s]    p[t] = softmax over s of (scale q[b][h][t] . k[b][h / n][s] +
-//   bias[b][s])
+//   out[b][t][h] = sum over s of p[t][s] v[b][h / n][s]
+//   p[t] = softmax over s of (scale q[b][h][t] . k[b][h / n][s] + bias[b][s])
 //
 // with n heads of queries to one of keys. A task takes 128 keys, so that few heads and many keys are work for all threads; the
 // last one that is done with a head adds its parts up, in their order. Nothing of it depends on the number of threads.
@@ -26,8 +26,9 @@ struct FewQueriesAttentionArgs {
 };
 
 /// In fp32, but for powers, which are within 1e-4, and the result, which is rounded. Where a query sees no key its result is 0.
-/// NaN passes through. Work and memory grow with T; attention.h is for many. Waits for its end and may be called from several
-/// threads. Throws std::invalid_argument naming the argument, before anything is computed; std::bad_alloc.
+/// NaN passes through, also from a value that a query does not see. Work grows with T, memory with T, heads, sequences and keys
+/// / 128; attention.h is for many queries. Waits for its end and may be called from several threads. Throws
+/// std::invalid_argument naming the argument, before anything is computed; std::bad_alloc.
 void FewQueriesAttention(const FewQueriesAttentionArgs& args, threadpool::Pool& pool);
 
 }  // namespace moesaic::fused

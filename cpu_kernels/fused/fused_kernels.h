@@ -1,5 +1,5 @@
-// What each instruction-set tier brings for fused dense layers: rows after a GEMM, their backward, SiLU * mul, and an fp32
-// GEMM.
+// What each instruction-set tier brings for fused dense layers and attention: rows after a GEMM, their backward, SiLU * mul,
+// softmax, few queries, and an fp32 GEMM.
 //
 // Rows are bf16 or fp32 in memory and fp32 in between; each has one order of summation, whatever block it is computed in. NaN
 // passes through. No function here throws or takes a lock; all may run on any number of threads at once.
@@ -143,8 +143,11 @@ struct SoftmaxRowsArgs {
 inline constexpr std::int64_t kQueriesTogether = 8, kKeysTogether = 128;
 
 /// Attention of queries that share keys and values, to some of these, with exponents of 2:
-///   e[r][s] = scale / ln 2 sum over d: q[r][d] k[s][d] + bias[s]    most[r] = the largest of them    p[r][s] = 2^(e[r][s] -
-///   most[r]) sums[r] = sum over s: p[r][s]    out[r][d] = sum over s: p[r][s] v[s][d]
+///   e[r][s] = scale / ln 2 sum over d: q[r][d] k[s][d] + bias[s]
+///   most[r] = the largest of them
+///   p[r][s] = 2^(e[r][s] - most[r])
+///   sums[r] = sum over s: p[r][s]
+///   out[r][d] = sum over s: p[r][s] v[s][d]
 /// In fp32, but for what p is approximated to, 1e-4. Where a query sees none of the keys, most is -infinity and the sums are 0.
 struct AttendFewArgs {
   const BFloat16* const* q = nullptr;  ///< [rows], each [size]
@@ -171,7 +174,7 @@ struct MergeAttendedArgs {
   std::int64_t parts = 0;
   std::int64_t rows = 0;
   std::int64_t size = 0;
-  const float* most = nullptr;    ///< [parts][rows]
+  float* most = nullptr;          ///< [parts][rows], overwritten
   const float* sums = nullptr;    ///< [parts][rows]
   const float* out = nullptr;     ///< [parts][rows][size], as AttendFew gives it
   BFloat16* const* to = nullptr;  ///< [rows], each [size]

@@ -294,7 +294,7 @@ class LinearRun {
 
   /// sums[t][c - from] for all rows of a block and columns [from, to), rows of ld_; in the direct form transposed_sums, and
   /// TurnPanel() turns them.
-  /// @param undivided  the task goes on to the last column
+  /// @param undivided  the task has all columns
   void Product(const Rows& block, std::int64_t from, std::int64_t to, bool undivided, float* sums, Memory& memory) const {
     const std::int64_t rows = block.end - block.begin;
     const FusedRange range(args_.transposed ? FusedStage::kBackwardGemm : FusedStage::kGemm,

@@ -9,9 +9,9 @@
 #include <limits>
 #include <vector>
 
-#include "cpu_kernels/fused/attention.h"
 #include "cpu_kernels/fused/linear.h"
 #include "cpu_kernels/isa.h"
+#include "tests/cpu_kernels/rows.h"
 #include "tests/cpu_kernels/tiles.h"
 #include "threadpool/pool.h"
 
@@ -33,44 +33,6 @@ double Derivative(Activation activation, double x) {
   const double h = 1e-5;
   return (Apply(activation, x + h) - Apply(activation, x - h)) / (2 * h);
 }
-
-/// Rows of bf16 or fp32 with a gap behind each, and NaN in the gaps.
-class Rows {
- public:
-  Rows(DType dtype, std::int64_t rows, std::int64_t columns, std::int64_t stride)
-      : dtype_(dtype), rows_(rows), columns_(columns), stride_(stride), memory_(rows * stride * SizeOf(dtype)) {}
-  Rows(DType dtype, const Dense& values, std::int64_t stride) : Rows(dtype, values.rows, values.cols, stride) {
-    for (std::int64_t r = 0; r < rows_; ++r) {
-      for (std::int64_t c = 0; c < columns_; ++c) {
-        if (dtype_ == DType::kFloat32) {
-          memory_.As<float>()[r * stride_ + c] = values(r, c);
-        } else {
-          memory_.As<BFloat16>()[r * stride_ + c] = ToBFloat16(values(r, c));
-        }
-      }
-    }
-  }
-
-  void* data() const { return memory_.As<void>(); }
-  std::int64_t stride() const { return stride_; }
-  TensorView view() const { return {data(), dtype_, 2, {rows_, columns_, 0}, {stride_, 1, 0}}; }
-  float operator()(std::int64_t r, std::int64_t c) const {
-    if (dtype_ == DType::kFloat32) return memory_.As<float>()[r * stride_ + c];
-    return ToFloat(memory_.As<BFloat16>()[r * stride_ + c]);
-  }
-  /// What lies behind the rows was not touched.
-  void ExpectGapsUntouched() const {
-    for (std::int64_t r = 0; r < rows_; ++r) {
-      for (std::int64_t c = columns_; c < stride_; ++c)
-        ASSERT_TRUE(std::isnan((*this)(r, c))) << "row " << r << " column " << c;
-    }
-  }
-
- private:
-  DType dtype_;
-  std::int64_t rows_, columns_, stride_;
-  PoisonedBuffer memory_;
-};
 
 /// fp32 operations on numbers of some units: 1e-5. bf16 besides: half a step of the result, and `sigmoid` of it, the relative
 /// error of a sigmoid that is a factor.
@@ -425,189 +387,6 @@ void CheckExactLinear(DType dtype, std::int64_t rows, std::int64_t n, std::int64
   }
 }
 
-/// Of operand tiles in activations' order.
-float PowerAt(const TileMatrix& tiles, std::int64_t row, std::int64_t column) {
-  return ToFloat(tiles.Tile(row / kPanelRows, column / kTileColumns)[row % kPanelRows * kTileColumns + column % kTileColumns]);
-}
-
-TEST_P(FusedKernelsTest, SoftmaxRows) {
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  std::mt19937_64 random(7);
-  for (const std::int64_t columns : {1, 15, 16, 33, 130}) {
-    for (const bool biased : {false, true}) {
-      const Dense x = RandomValues(3, columns, random);
-      Dense bias = RandomValues(1, columns, random);
-      if (columns > 1) bias(0, columns / 2) = -kInfinity;
-      const Rows rows(DType::kFloat32, x, columns + 3);
-      float inverse_sums[3];
-      SoftmaxRowsArgs args;
-      args.x = static_cast<const float*>(rows.data());
-      args.ld = columns + 3;
-      args.rows = 3;
-      args.columns = columns;
-      args.scale = 20.0f;
-      args.bias = biased ? bias.values.data() : nullptr;
-      TileMatrix tiles = TileMatrix::Activations(nullptr, 3, columns);
-      const PoisonedBuffer memory(tiles.size() * static_cast<std::int64_t>(sizeof(BFloat16)));
-      tiles.data = memory.As<BFloat16>();
-      args.powers = tiles;
-      args.inverse_sums = inverse_sums;
-      tier_->fused.softmax_rows(args);
-      for (std::int64_t r = 0; r < 3; ++r) {
-        std::vector<double> scores;
-        for (std::int64_t c = 0; c < columns; ++c) scores.push_back(20.0 * x(r, c) + (biased ? bias(0, c) : 0.0));
-        const double most = *std::max_element(scores.begin(), scores.end());
-        double sum = 0;
-        for (const double score : scores) sum += std::exp(score - most);
-        ASSERT_NEAR(inverse_sums[r] * sum, 1.0, 1e-4) << columns << " columns, row " << r;
-        for (std::int64_t c = 0; c < columns; ++c) {
-          const double power = std::exp(scores[static_cast<std::size_t>(c)] - most);
-          // Within 1e-4 before it was rounded, by half a step of bf16; 1e-37: what is as good as zero.
-          ASSERT_NEAR(PowerAt(tiles, r, c), power, 1e-37 + (1e-4 + 0x1p-8) * power)
-              << columns << " columns, row " << r << " column " << c;
-        }
-      }
-      for (std::int64_t r = 0; r < kPanelRows; ++r) {
-        for (std::int64_t c = 0; c < tiles.columns * kTileColumns; ++c) {
-          if (r < 3 && c < columns) continue;
-          ASSERT_EQ(PowerAt(tiles, r, c), 0.0f) << "row " << r << " column " << c;
-        }
-      }
-    }
-  }
-  // Rows of -infinity, with NaN, with infinity.
-  Dense special(3, 20);
-  for (std::int64_t c = 0; c < 20; ++c) special(0, c) = special(1, c) = -kInfinity;
-  special(1, 18) = std::numeric_limits<float>::quiet_NaN();
-  special(2, 3) = kInfinity;
-  const Rows rows(DType::kFloat32, special, 20);
-  float inverse_sums[3];
-  SoftmaxRowsArgs args;
-  args.x = static_cast<const float*>(rows.data());
-  args.ld = 20;
-  args.rows = 3;
-  args.columns = 20;
-  TileMatrix tiles = TileMatrix::Activations(nullptr, 3, 20);
-  const PoisonedBuffer memory(tiles.size() * static_cast<std::int64_t>(sizeof(BFloat16)));
-  tiles.data = memory.As<BFloat16>();
-  args.powers = tiles;
-  args.inverse_sums = inverse_sums;
-  tier_->fused.softmax_rows(args);
-  EXPECT_EQ(inverse_sums[0], 0.0f);
-  EXPECT_TRUE(std::isfinite(PowerAt(tiles, 0, 0)));
-  EXPECT_TRUE(std::isnan(inverse_sums[1]));
-  EXPECT_TRUE(std::isnan(inverse_sums[2]));
-}
-
-TEST_P(FusedKernelsTest, FewQueries) {
-  std::mt19937_64 random(11);
-  for (const auto& [rows, keys, size] :
-       {std::array<std::int64_t, 3>{1, 1, 32}, {2, 17, 64}, {3, 128, 96}, {8, 300, 128}, {15, 129, 32}, {29, 40, 64}}) {
-    const Dense q = RandomValues(rows, size, random), k = RandomValues(keys, size, random),
-                v = RandomValues(keys, size, random);
-    const Rows q_rows(DType::kBFloat16, q, size + 1), k_rows(DType::kBFloat16, k, size + 5),
-        v_rows(DType::kBFloat16, v, size + 3);
-    const Rows result(DType::kBFloat16, rows, size, size + 2);
-    std::vector<float> bias(static_cast<std::size_t>(keys), 0.0f);
-    for (std::int64_t s = 1; s < keys; s += 3) bias[static_cast<std::size_t>(s)] = -std::numeric_limits<float>::infinity();
-    const std::int64_t parts = CeilDiv(keys, kKeysTogether);
-    const PoisonedBuffer out(parts * rows * size * 4), scratch(AttendFewScratch(size) * 4);
-    std::vector<float> most(static_cast<std::size_t>(parts * rows)), sums(most);
-    std::vector<const BFloat16*> queries;
-    std::vector<BFloat16*> to;
-    std::vector<std::int64_t> all_seen;
-    for (std::int64_t r = 0; r < rows; ++r) {
-      queries.push_back(static_cast<const BFloat16*>(q_rows.data()) + r * q_rows.stride());
-      to.push_back(static_cast<BFloat16*>(result.data()) + r * result.stride());
-      all_seen.push_back(r == 0 ? keys : std::max<std::int64_t>(1, keys - r));
-    }
-    AttendFewArgs attend;
-    attend.q = queries.data();
-    attend.rows = rows;
-    attend.size = size;
-    attend.scale = 0.7f;
-    attend.k_stride = k_rows.stride();
-    attend.v_stride = v_rows.stride();
-    attend.scratch = scratch.As<float>();
-    for (std::int64_t p = 0; p < parts; ++p) {
-      const std::int64_t first = p * kKeysTogether;
-      std::vector<std::int64_t> seen;
-      for (const std::int64_t n : all_seen) seen.push_back(std::clamp<std::int64_t>(n - first, 0, kKeysTogether));
-      attend.k = static_cast<const BFloat16*>(k_rows.data()) + first * k_rows.stride();
-      attend.v = static_cast<const BFloat16*>(v_rows.data()) + first * v_rows.stride();
-      attend.keys = std::min(kKeysTogether, keys - first);
-      attend.bias = bias.data() + first;
-      attend.seen = seen.data();
-      attend.most = most.data() + p * rows;
-      attend.sums = sums.data() + p * rows;
-      attend.out = out.As<float>() + p * rows * size;
-      tier_->fused.attend_few(attend);
-    }
-    MergeAttendedArgs merge;
-    merge.parts = parts;
-    merge.rows = rows;
-    merge.size = size;
-    merge.most = most.data();
-    merge.sums = sums.data();
-    merge.out = out.As<float>();
-    merge.to = to.data();
-    tier_->fused.merge_attended(merge);
-    result.ExpectGapsUntouched();
-    for (std::int64_t r = 0; r < rows; ++r) {
-      std::vector<double> powers;
-      double sum = 0;
-      for (std::int64_t s = 0; s < all_seen[static_cast<std::size_t>(r)]; ++s) {
-        double score = 0;
-        for (std::int64_t d = 0; d < size; ++d) score += 0.7 * static_cast<double>(q(r, d)) * k(s, d);
-        powers.push_back(bias[static_cast<std::size_t>(s)] == 0.0f ? std::exp(score) : 0.0);
-        sum += powers.back();
-      }
-      for (std::int64_t d = 0; d < size; ++d) {
-        double expected = 0, magnitude = 0;
-        for (std::size_t s = 0; s < powers.size(); ++s) {
-          expected += powers[s] / sum * v(static_cast<std::int64_t>(s), d);
-          magnitude += powers[s] / sum * std::fabs(v(static_cast<std::int64_t>(s), d));
-        }
-        // Powers are within 1e-4, and so is their sum; the result is rounded.
-        ASSERT_NEAR(result(r, d), expected, 3e-4 * magnitude + 0x1p-8 * std::fabs(expected))
-            << rows << " rows, " << keys << " keys, row " << r << " column " << d;
-      }
-    }
-  }
-}
-
-TEST_P(FusedKernelsTest, ProductsOfAttention) {
-  // Stored tiles with pairs contract along a head's numbers, operand tiles with row pairs along the keys.
-  std::mt19937_64 random(8);
-  for (const auto& [rows, columns, depth] : {std::array{5, 37, 20}, std::array{64, 130, 64}, std::array{48, 16, 100}}) {
-    const Dense left = RandomIntegers(rows, depth, random), right = RandomIntegers(depth, columns, random);
-    Dense turned(columns, depth);
-    for (std::int64_t i = 0; i < columns; ++i) {
-      for (std::int64_t k = 0; k < depth; ++k) turned(i, k) = right(k, i);
-    }
-    const Tiles stored(Order::kStored, left, false), pairs(Order::kPairs, turned, false);
-    const Tiles operand(Order::kOperand, left, false), row_pairs(Order::kRowPairs, right, false);
-    for (const GradientSegment& segment :
-         {GradientSegment{stored.matrix(), pairs.matrix()}, GradientSegment{operand.matrix(), row_pairs.matrix()}}) {
-      const std::int64_t ldc = RoundUp(columns, 32), panels = CeilDiv(rows, kPanelRows);
-      const PoisonedBuffer c(panels * kPanelRows * ldc * 4);
-      GradientGemmArgs args;
-      args.segments = {&segment, 1};
-      args.panels = panels;
-      args.c = c.As<float>();
-      args.ldc = ldc;
-      tier_->gradient_gemm(args);
-      for (std::int64_t i = 0; i < rows; ++i) {
-        for (std::int64_t n = 0; n < columns; ++n) {
-          float sum = 0;
-          for (std::int64_t k = 0; k < depth; ++k) sum += left(i, k) * right(k, n);
-          ASSERT_EQ(c.As<float>()[i * ldc + n], sum) << "row " << i << " column " << n;
-        }
-      }
-    }
-  }
-}
-
 TEST_P(FusedKernelsTest, Fp32Gemm) {
   threadpool::Pool pool(1);
   std::mt19937_64 random(4);
@@ -707,14 +486,21 @@ TEST(FusedLayerTest, UnpacksWhatWasPacked) {
 TEST(FusedLayerTest, SameBitsForEveryDivision) {
   struct Case {
     std::int64_t rows, columns, depth;
+    Norm norm;
+    bool transposed;
   };
   std::mt19937_64 random(6);
   for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
-    // Of the last one two threads divide the last blocks by columns, with a norm that waits for these.
-    for (const auto& [rows, columns, depth] : {Case{3, 290, 530}, {45, 290, 530}, {333, 290, 530}, {700, 800, 2304}}) {
-      const Dense weight = RandomValues(columns, depth, random), x = RandomValues(rows, depth, random),
-                  r = RandomValues(rows, columns, random);
-      const Rows weight_rows(dtype, weight, depth), x_rows(dtype, x, depth), residual(dtype, r, columns);
+    // Of the last two two threads divide the last blocks by columns: with a norm, which waits for these, and without.
+    for (const auto& [rows, columns, depth, norm, transposed] : {Case{3, 290, 530, Norm::kLayerNorm, false},
+                                                                 {45, 290, 530, Norm::kLayerNorm, false},
+                                                                 {333, 290, 530, Norm::kLayerNorm, false},
+                                                                 {700, 800, 3200, Norm::kLayerNorm, false},
+                                                                 {700, 800, 3200, Norm::kNone, false},
+                                                                 {1200, 800, 3200, Norm::kNone, true}}) {
+      const Dense weight = transposed ? RandomValues(depth, columns, random) : RandomValues(columns, depth, random),
+                  x = RandomValues(rows, depth, random), r = RandomValues(rows, columns, random);
+      const Rows weight_rows(dtype, weight, weight.cols), x_rows(dtype, x, depth), residual(dtype, r, columns);
       std::vector<Rows> results;
       for (const int threads : {1, 2, 7, 40}) {
         threadpool::Pool pool(threads);
@@ -724,7 +510,8 @@ TEST(FusedLayerTest, SameBitsForEveryDivision) {
         args.x = x_rows.view();
         args.weight = &packed;
         args.residual = residual.view();
-        args.norm = Norm::kLayerNorm;
+        args.norm = norm;
+        args.transposed = transposed;
         args.activation = Activation::kGelu;
         args.epsilon = 1e-12f;
         args.out = results.back().view();
@@ -732,60 +519,6 @@ TEST(FusedLayerTest, SameBitsForEveryDivision) {
         const auto bytes = static_cast<std::size_t>(rows * columns * SizeOf(dtype));
         ASSERT_EQ(std::memcmp(results.back().data(), results.front().data(), bytes), 0)
             << rows << " rows, " << threads << " threads";
-      }
-    }
-  }
-}
-
-TEST(FusedLayerTest, Attention) {
-  constexpr std::int64_t kBatch = 2, kQueries = 70, kKeys = 53, kHeads = 3, kSize = 20, kColumns = kHeads * kSize;
-  std::mt19937_64 random(9);
-  const Dense q = RandomValues(kBatch * kQueries, kColumns, random), k = RandomValues(kBatch * kKeys, kColumns, random),
-              v = RandomValues(kBatch * kKeys, kColumns, random);
-  std::vector<float> bias(kBatch * kKeys, 0.0f);
-  for (std::size_t s = 0; s < bias.size(); s += 3) bias[s] = -std::numeric_limits<float>::infinity();
-  const Rows q_rows(DType::kBFloat16, q, 61), k_rows(DType::kBFloat16, k, 64), v_rows(DType::kBFloat16, v, 60);
-  const auto of_batches = [](const Rows& rows, std::int64_t count) {
-    TensorView view = rows.view();
-    view.rank = 3;
-    view.shape = {kBatch, count, kColumns};
-    view.stride = {count * rows.stride(), rows.stride(), 1};
-    return view;
-  };
-  std::vector<Rows> results;
-  for (const int threads : {1, 5}) {
-    threadpool::Pool pool(threads);
-    results.emplace_back(DType::kBFloat16, kBatch * kQueries, kColumns, kColumns + 3);
-    const fused::AttentionArgs args{
-        of_batches(q_rows, kQueries),        of_batches(k_rows, kKeys), of_batches(v_rows, kKeys), kHeads, 0.3f, bias.data(),
-        of_batches(results.back(), kQueries)};
-    fused::Attention(args, pool);
-    results.back().ExpectGapsUntouched();
-    fused::AttentionArgs wrong = args;
-    wrong.heads = 7;
-    EXPECT_THROW(fused::Attention(wrong, pool), std::invalid_argument);
-    wrong = args;
-    wrong.v.shape[1] = kKeys - 1;
-    EXPECT_THROW(fused::Attention(wrong, pool), std::invalid_argument);
-    wrong = args;
-    wrong.k.dtype = DType::kFloat32;
-    EXPECT_THROW(fused::Attention(wrong, pool), std::invalid_argument);
-  }
-  for (std::int64_t row = 0; row < kBatch * kQueries; ++row) {
-    const std::int64_t keys = row / kQueries * kKeys;
-    for (std::int64_t head = 0; head < kHeads; ++head) {
-      double sum = 0, out[kSize] = {};
-      for (std::int64_t s = keys; s < keys + kKeys; ++s) {
-        double score = 0;
-        for (std::int64_t c = head * kSize; c < (head + 1) * kSize; ++c) score += static_cast<double>(q(row, c)) * k(s, c);
-        const double power = std::exp(0.3 * score + bias[static_cast<std::size_t>(s)]);
-        sum += power;
-        for (std::int64_t c = 0; c < kSize; ++c) out[c] += power * v(s, head * kSize + c);
-      }
-      for (std::int64_t c = 0; c < kSize; ++c) {
-        // Half a unit in the last place of bf16 for p, whose values are about 1, and for the result.
-        ASSERT_NEAR(results[0](row, head * kSize + c), out[c] / sum, 0x1p-7) << "row " << row << " head " << head;
-        ASSERT_EQ(results[1](row, head * kSize + c), results[0](row, head * kSize + c));
       }
     }
   }

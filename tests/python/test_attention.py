@@ -280,6 +280,10 @@ def test_timers_see_the_stages() -> None:
         functional.attention(q, k, v)
     seen = {row["name"] for row in p.phases() if row["category"] == "fused" and row["calls"]}
     assert seen == {"pack", "gemm", "softmax"}
+    with moesaic.profile() as p:
+        functional.attention(*few_operands((1, 4, 2, 1, 300, 64)))
+    calls = {row["name"]: row["calls"] for row in p.phases() if row["category"] == "fused" and row["calls"]}
+    assert calls == {"few_queries": 2 * 3 + 2}  # 128 keys at a time of each head, which is put together
 
 
 def test_bad_input() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -259,6 +260,22 @@ def test_attention_of_a_decoder_with_a_cache(padded: bool, prompt: int, engine_a
     assert engine_attention.count(torch.Size([8, 1, 32])) == 2 * 4
     assert engine_attention.count(torch.Size([8, 9, 32] if prompt == 9 else [2, 24, 128])) == 2
     assert error(logits["fused"], logits["exact"]) < 1.2 * error(logits["stock"], logits["exact"])
+
+
+def test_masks_of_keys(engine_attention: list[torch.Size]) -> None:
+    """One row for all queries; and one that changes after it was looked at."""
+    from moesaic.hf.attention import attention_forward
+
+    q, k, v = (torch.randn(2, 4, 24, 32, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+    mask = torch.ones(2, 1, 1, 24, dtype=torch.bool)
+    for _ in range(2):
+        got = attention_forward(nn.Module(), q, k, v, mask)[0].transpose(1, 2)
+        assert error(got, F.scaled_dot_product_attention(q, k, v, attn_mask=mask)) < 1e-2
+        mask[1, 0, 0, 9:] = False
+    assert len(engine_attention) == 2
+    own = torch.ones(2, 1, 24, 24, dtype=torch.bool).tril(-3)  # the first queries see nothing
+    attention_forward(nn.Module(), q, k, v, own)
+    assert len(engine_attention) == 2
 
 
 def test_generation_with_either_cache(engine_attention: list[torch.Size]) -> None:

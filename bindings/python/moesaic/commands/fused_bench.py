@@ -29,9 +29,9 @@ of limit: the larger of flops / compute ceiling and bytes read and written / rea
 probed before and after each repetition, and one whose probes differ by more than 10% does not count. of stream, of
 silu_mul: the time of PyTorch's exclusive or of both halves, as much read and written and hardly any arithmetic, from
 the caches or memory as the engine's call finds its input, over the time. Before each timed call of the engine and of
-that one the same call on 16 rows brings its code back, which the probe has driven out of the caches. odd over aligned:
-flops a second of hidden 770 over those of 768. Results are compared with PyTorch in double precision on 256 rows
-(attention: on one sequence) first; exits 1 if one is wrong."""
+that one the same call on 16 rows (decoding: keys) brings its code back, which the probe has driven out of the caches.
+odd over aligned: flops a second of hidden 770 over those of 768. Results are compared with PyTorch in double precision
+on 256 rows (attention: on one sequence) first; exits 1 if one is wrong."""
 
 
 def add_parser(benches: Any) -> None:
@@ -166,7 +166,7 @@ def _measure_case(
     engine = inputs.engine
     row: dict[str, Any] = {"name": case.name, "rows": case.rows, "n": case.n, "k": case.k, "peers": {}}
     row |= {"flops": case.flops, "bytes": case.bytes, "verified": inputs.error()}
-    # The fewest whose attention the engine computes; of decoding the fewest keys.
+    # The fewest whose attention the engine has its form for many for; of decoding 16 keys.
     few = (replace(case, tokens=16) if case.kind == "decoding" else replace(case, rows=16)).inputs()
     calls: dict[str, Callable[[], object]] = {"moesaic": engine}
     first: dict[str, Callable[[], object]] = {"moesaic": few.engine}

@@ -56,7 +56,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Input, weights, residual and result, each once."""
+        """Input, weights, cache, residual and result, each once."""
         values = self.rows * (self.k + self.n)
         if self.has_gemm:
             values += self.n * self.k
@@ -74,7 +74,7 @@ class Case:
 def cases(
     batch: int, tokens: int, hidden: Sequence[int], silu_batches: Sequence[int], dtype: torch.dtype
 ) -> list[Case]:
-    """The layers of an encoder of each size, odd shapes, norms and gates."""
+    """The layers of an encoder of each size, a token of a decoder, odd shapes, norms and gates."""
     rows = batch * tokens
     found = []
     for h in hidden:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -85,17 +86,34 @@ def _may_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
     return same and divides and is_served(query, key, value)
 
 
-def _key_mask(mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[torch.Tensor | None, bool]:
+#: The last mask that was looked at, and what came of it: all layers have the same one.
+_seen: tuple[weakref.ref[torch.Tensor], int, tuple[int, int, int], tuple[torch.Tensor | None, bool]] | None = None
+
+
+def _key_mask(mask: torch.Tensor, *sizes: int) -> tuple[torch.Tensor | None, bool]:
+    """`_read_mask`, once for all layers. `sizes`: sequences, queries, keys."""
+    global _seen
+    if _seen is None or _seen[0]() is not mask or mask.is_inference() or _seen[1:3] != (mask._version, sizes):
+        found = _read_mask(mask, *sizes)
+        if mask.is_inference():  # such tensors do not tell when they change
+            return found
+        _seen = (weakref.ref(mask), mask._version, sizes, found)
+    return _seen[3]
+
+
+def _read_mask(mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[torch.Tensor | None, bool]:
     """``[B, S]`` where all queries and heads see the same keys, as padding has it, and whether each query sees those up
     to its own alone; S: up to the last key that any query sees. None for any other mask."""
-    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or tuple(mask.shape[2:]) != (queries, keys):
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != keys:
+        return None, False
+    if mask.shape[2] not in (1, queries):
         return None, False
     seen = mask[:, 0]
     last = seen[:, -1:]
     at = last.any(0)[0].nonzero()
     count = int(at[-1]) + 1 if len(at) > 0 else keys
     key_mask = last[:, 0, :count].expand(batch, count)
-    if mask.stride(2) == 0 or queries == 1 or bool((seen == last).all()):
+    if mask.stride(2) == 0 or mask.shape[2] == 1 or bool((seen == last).all()):
         return key_mask, False
     if queries <= count and bool((seen == last & torch.ones_like(seen[0]).tril_(count - queries)).all()):
         return key_mask, True
@@ -128,6 +146,8 @@ def serve(module: nn.Module) -> str | None:
         return ""
     if name != "sdpa":
         return f"its attention is {name!r}; expected 'sdpa'"
+    if getattr(module, "sliding_window", None) is not None:
+        return "it has a sliding window"
     dtype = next((p.dtype for p in module.parameters()), None)
     if dtype != torch.bfloat16:
         return f"its weights are {str(dtype).removeprefix('torch.')}; expected bfloat16"

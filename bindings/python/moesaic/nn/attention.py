@@ -38,7 +38,8 @@ def attention(
         v: ``[B, key heads, S, D]``.
         scale: None: 1 / sqrt(D).
         key_mask: bool ``[B, S]``: which keys are seen; None: all. A query that sees none gives 0.
-        causal: the last query sees all keys, each one before it one less; T is at most S.
+        causal: the last query sees all keys, each one before it one less; T is at most S. A NaN in a value that is not
+            seen may pass through, as in PyTorch.
 
     Returns:
         ``[B, heads, T, D]``; of the engine with the heads of a query side by side in memory.
@@ -113,11 +114,11 @@ def _rows_of(heads: torch.Tensor) -> torch.Tensor:
 
 
 def _one_after_the_other(heads: torch.Tensor) -> torch.Tensor:
-    """``[B key heads, S, D]`` of what `_lies_so` says lies so."""
+    """``[B key heads, S, D]`` of what `_heads_follow_each_other` says of."""
     return heads.as_strided((heads.shape[0] * heads.shape[1], *heads.shape[2:]), heads.stride()[1:])
 
 
-def _lies_so(heads: torch.Tensor) -> bool:
+def _heads_follow_each_other(heads: torch.Tensor) -> bool:
     """Whether the heads of all sequences follow each other at one distance, with contiguous rows."""
     batch, count, _, _ = heads.shape
     return heads.stride(3) == 1 and (batch == 1 or heads.stride(0) == count * heads.stride(1))
@@ -133,4 +134,6 @@ def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     wanted = wanted or any(forward_mode.has_tangent(t) for t in tensors)
     if q.dtype != torch.bfloat16 or q.numel() == 0 or k.numel() == 0 or wanted:
         return False
-    return q.shape[2] >= _MANY_QUERIES or (q.shape[3] % 32 == 0 and _lies_so(k) and _lies_so(v))
+    return q.shape[2] >= _MANY_QUERIES or (
+        q.shape[3] % 32 == 0 and _heads_follow_each_other(k) and _heads_follow_each_other(v)
+    )
