@@ -36,12 +36,11 @@ MOESAIC_INLINE F32x16 Scores(const SoftmaxRowsArgs& args, const float* x, std::i
   return MultiplyAdd(Load(x + c, n), Broadcast(args.scale), Load(args.bias + c, n));
 }
 
-/// e^(score - most). (A bias of -3e38, as masks have it, would not be finite in powers of two.)
+/// e^(score - most), of scores rounded as the largest was: the difference of a sum of products that is not may be anything. (A
+/// bias of -3e38, as masks have it, would not be finite in powers of two.)
 template <bool kBiased>
 MOESAIC_INLINE F32x16 Powers(const SoftmaxRowsArgs& args, const float* x, std::int64_t c, std::int64_t n, float most) {
-  if constexpr (!kBiased) {
-    return RoughExp2(MultiplyAdd(Load(x + c, n), Broadcast(args.scale * kLog2OfE), Broadcast(-most)));
-  }
+  if constexpr (!kBiased) return RoughExp2(Done(Scores<false>(args, x, c, n)) - most);
   return RoughExp2((Scores<true>(args, x, c, n) - most) * kLog2OfE);
 }
 

@@ -78,6 +78,12 @@ def test_large_scores() -> None:
     """e^score would overflow."""
     q, k, v = operands(1, 2, 32, 40, 64)
     assert error(functional.attention(q * 50, k * 50, v), expected(q * 50, k * 50, v, 0.125, None)) < 5e-3
+    # Steps between scores are larger than what e^x has room for.
+    for rows in (16, 3):
+        q, k = torch.full((1, 1, rows, 64), 1e5).bfloat16(), torch.full((1, 1, 40, 64), 1e5).bfloat16()
+        assert torch.allclose(functional.attention(q, k, torch.ones_like(k)), torch.ones_like(q))
+    q, k, v = operands(1, 2, 32, 40, 64)
+    assert functional.attention(q * 2e5, k * 2e5, v).isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 300, 70, 64), (3, 2, 50, 33, 40)], ids=str)
@@ -320,10 +326,8 @@ def test_bad_input() -> None:
         _core.attention(rows[0], rows[1].float(), rows[2], 2, 1.0)
     few = [t[0] for t in (q, k, v)]
     for call, message in (
-        (
-            lambda: _core.few_queries_attention(*few, 0, 1.0),
-            "k has 2 heads; expected a divisor of q's 2",
-        ),
+        (lambda: _core.few_queries_attention(*few, 0, 1.0), "out has 0 sequences"),
+        (lambda: _core.few_queries_attention(*few, 3, 1.0), "k has 2 heads; expected a divisor of q's 2"),
         (
             lambda: _core.few_queries_attention(few[0][..., :20], few[1], few[2], 1, 1.0),
             "q has 20 columns",

@@ -262,6 +262,21 @@ def test_attention_of_a_decoder_with_a_cache(padded: bool, prompt: int, engine_a
     assert error(logits["fused"], logits["exact"]) < 1.2 * error(logits["stock"], logits["exact"])
 
 
+def test_attention_whose_name_says_more(engine_attention: list[torch.Size]) -> None:
+    """Falcon compares the name itself, and would go another way with the engine's."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    config = FalconConfig(vocab_size=50, hidden_size=128, num_hidden_layers=2, num_attention_heads=4)
+    model = FalconForCausalLM(config).bfloat16().eval()
+    ids = torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        stock = model(input_ids=ids).logits
+        reasons = {m.name: m.reason for m in moesaic.hf.fuse(model).kept}
+        assert "does more with the name" in reasons["transformer.h.0.self_attention"]
+        assert error(model(input_ids=ids).logits, stock) < 2e-2
+    assert engine_attention == []
+
+
 def test_masks_of_keys(engine_attention: list[torch.Size]) -> None:
     """One row for all queries; and one that changes after it was looked at."""
     from moesaic.hf.attention import attention_forward

@@ -7,6 +7,10 @@ configuration. A served layer has a copy of that with the engine's name; masks a
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
+import math
+import re
 import sys
 import weakref
 from typing import Any
@@ -54,8 +58,13 @@ def attention_forward(
         )
         return found
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    plain = dropout == 0.0 and not any(
-        kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux", "sliding_window")
+    number = scaling is None or (isinstance(scaling, (int, float)) and math.isfinite(scaling))
+    plain = (
+        number
+        and dropout == 0.0
+        and not any(
+            kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux", "sliding_window")
+        )
     )
     # Without a mask the first token of a prompt sees the first key.
     causal = causal and attention_mask is None and query.shape[2] > 1
@@ -90,15 +99,17 @@ def _may_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
 _seen: tuple[weakref.ref[torch.Tensor], int, tuple[int, int, int], tuple[torch.Tensor | None, bool]] | None = None
 
 
-def _key_mask(mask: torch.Tensor, *sizes: int) -> tuple[torch.Tensor | None, bool]:
-    """`_read_mask`, once for all layers. `sizes`: sequences, queries, keys."""
+def _key_mask(mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[torch.Tensor | None, bool]:
+    """`_read_mask`, once for all layers."""
     global _seen
-    if _seen is None or _seen[0]() is not mask or mask.is_inference() or _seen[1:3] != (mask._version, sizes):
-        found = _read_mask(mask, *sizes)
-        if mask.is_inference():  # such tensors do not tell when they change
-            return found
-        _seen = (weakref.ref(mask), mask._version, sizes, found)
-    return _seen[3]
+    if mask.is_inference():  # such tensors do not tell when they change
+        return _read_mask(mask, batch, queries, keys)
+    sizes = (batch, queries, keys)
+    if _seen is not None and _seen[0]() is mask and _seen[1:3] == (mask._version, sizes):
+        return _seen[3]
+    found = _read_mask(mask, batch, queries, keys)
+    _seen = (weakref.ref(mask), mask._version, sizes, found)
+    return found
 
 
 def _read_mask(mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[torch.Tensor | None, bool]:
@@ -138,6 +149,22 @@ def register() -> None:
     AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 
+@functools.cache
+def _only_looks_up(kind: type) -> bool:
+    """Whether the name of the implementation chooses the function that computes attention, and nothing else that "sdpa"
+    would choose: Falcon and those that select keys compare it themselves."""
+    try:
+        text = "".join(
+            inspect.getsource(c) for c in kind.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")
+        )
+    except (OSError, TypeError):
+        return False
+    name = r"(?:self\.)?config\._attn_implementation"
+    text, lookups = re.subn(rf"get_interface\(\s*{name}|ALL_ATTENTION_FUNCTIONS\[\s*{name}", "", text)
+    text = re.sub(rf'{name}\s*[!=]=\s*"eager"', "", text)  # which neither name is
+    return lookups > 0 and "_attn_implementation" not in text
+
+
 def serve(module: nn.Module) -> str | None:
     """Lets the engine compute the attention of a layer. None, or why it does not; "" for what is no such layer."""
     config: Any = getattr(module, "config", None)
@@ -148,6 +175,8 @@ def serve(module: nn.Module) -> str | None:
         return f"its attention is {name!r}; expected 'sdpa'"
     if getattr(module, "sliding_window", None) is not None:
         return "it has a sliding window"
+    if not _only_looks_up(type(module)):
+        return "its class does more with the name of its attention than look a function up"
     dtype = next((p.dtype for p in module.parameters()), None)
     if dtype != torch.bfloat16:
         return f"its weights are {str(dtype).removeprefix('torch.')}; expected bfloat16"

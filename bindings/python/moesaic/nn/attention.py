@@ -121,7 +121,7 @@ def _one_after_the_other(heads: torch.Tensor) -> torch.Tensor:
 def _heads_follow_each_other(heads: torch.Tensor) -> bool:
     """Whether the heads of all sequences follow each other at one distance, with contiguous rows."""
     batch, count, _, _ = heads.shape
-    return heads.stride(3) == 1 and (batch == 1 or heads.stride(0) == count * heads.stride(1))
+    return not heads.is_neg() and heads.stride(3) == 1 and (batch == 1 or heads.stride(0) == count * heads.stride(1))
 
 
 def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
