@@ -211,25 +211,35 @@ py::object ActivationBackward(const std::string& activation, const py::object& d
   return d_pre.ToTorch();
 }
 
-py::object Attention(const py::object& q, const py::object& k, const py::object& v, std::int64_t heads, float scale,
-                     const py::object& bias, std::int64_t key_heads, bool causal) {
-  UsesTorch torch;
-  fused::AttentionArgs args;
+/// What both forms of attention take, of three dimensions each.
+template <class Args>
+void ReadFactors(const py::object& q, const py::object& k, const py::object& v, Args& args) {
   args.q = ViewOf(q, {"q"}, kTypes);
   args.k = ViewOf(k, {"k"}, kTypes);
   args.v = ViewOf(v, {"v"}, kTypes);
   CheckRank(args.q, "q", 3);
   CheckRank(args.k, "k", 3);
+}
+
+/// [batch * rows, columns], which `view` shows as [batch, rows, columns].
+OutputTensor RowsOfSequences(std::int64_t batch, std::int64_t rows, std::int64_t columns, TensorView& view) {
+  OutputTensor out = OutputTensor::Contiguous(DType::kBFloat16, batch * rows, columns);
+  view = {out.data(), DType::kBFloat16, 3, {batch, rows, columns}, {rows * columns, columns, 1}};
+  return out;
+}
+
+py::object Attention(const py::object& q, const py::object& k, const py::object& v, std::int64_t heads, float scale,
+                     const py::object& bias, std::int64_t key_heads, bool causal) {
+  UsesTorch torch;
+  fused::AttentionArgs args;
+  ReadFactors(q, k, v, args);
   args.heads = heads;
   args.key_heads = key_heads;
   args.causal = causal;
   args.scale = scale;
   const FloatVector bias_values(bias, "bias", args.k.shape[0] * args.k.shape[1]);
   args.bias = bias_values.data();
-  const std::int64_t batch = args.q.shape[0], queries = args.q.shape[1], columns = args.q.shape[2];
-  OutputTensor out = OutputTensor::Contiguous(DType::kBFloat16, batch * queries, columns);
-  const TensorView rows = out.view();
-  args.out = {rows.data, rows.dtype, 3, {batch, queries, columns}, {queries * columns, columns, 1}};
+  OutputTensor out = RowsOfSequences(args.q.shape[0], args.q.shape[1], args.q.shape[2], args.out);
   Compute(torch, [&] { fused::Attention(args, Pool::Default()); });
   return out.ToTorch();
 }
@@ -239,19 +249,13 @@ py::object FewQueriesAttention(const py::object& q, const py::object& k, const p
                                const py::object& bias, bool causal) {
   UsesTorch torch;
   fused::FewQueriesAttentionArgs args;
-  args.q = ViewOf(q, {"q"}, kTypes);
-  args.k = ViewOf(k, {"k"}, kTypes);
-  args.v = ViewOf(v, {"v"}, kTypes);
-  CheckRank(args.q, "q", 3);
-  CheckRank(args.k, "k", 3);
+  ReadFactors(q, k, v, args);
   args.scale = scale;
   args.causal = causal;
-  const std::int64_t queries = args.q.shape[1], columns = batch > 0 ? args.q.shape[0] / batch * args.q.shape[2] : 0;
   const FloatVector bias_values(bias, "bias", batch * args.k.shape[1]);
   args.bias = bias_values.data();
-  OutputTensor out = OutputTensor::Contiguous(DType::kBFloat16, batch * queries, columns);
-  const TensorView rows = out.view();
-  args.out = {rows.data, rows.dtype, 3, {batch, queries, columns}, {queries * columns, columns, 1}};
+  const std::int64_t heads = batch > 0 ? args.q.shape[0] / batch : 0;
+  OutputTensor out = RowsOfSequences(batch, args.q.shape[1], heads * args.q.shape[2], args.out);
   Compute(torch, [&] { fused::FewQueriesAttention(args, Pool::Default()); });
   return out.ToTorch();
 }

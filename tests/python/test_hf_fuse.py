@@ -272,7 +272,7 @@ def test_attention_whose_name_says_more(engine_attention: list[torch.Size]) -> N
     with torch.no_grad():
         stock = model(input_ids=ids).logits
         reasons = {m.name: m.reason for m in moesaic.hf.fuse(model).kept}
-        assert "does more with the name" in reasons["transformer.h.0.self_attention"]
+        assert "does not use the name of its attention to look" in reasons["transformer.h.0.self_attention"]
         assert error(model(input_ids=ids).logits, stock) < 2e-2
     assert engine_attention == []
 

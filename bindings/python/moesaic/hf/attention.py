@@ -176,7 +176,7 @@ def serve(module: nn.Module) -> str | None:
     if getattr(module, "sliding_window", None) is not None:
         return "it has a sliding window"
     if not _only_looks_up(type(module)):  # type: ignore[arg-type]
-        return "its class does more with the name of its attention than look a function up"
+        return "its class does not use the name of its attention to look a function up, or not for that alone"
     dtype = next((p.dtype for p in module.parameters()), None)
     if dtype != torch.bfloat16:
         return f"its weights are {str(dtype).removeprefix('torch.')}; expected bfloat16"

@@ -28,8 +28,8 @@ def attention(
     """``softmax(scale q k^T) v`` for each head.
 
     The engine computes it in bf16 where no gradient is wanted: 16 queries and more (scores and sums in fp32, e^score
-    rounded before it is divided); fewer, as decoding has them, where D is a multiple of 32 (in fp32 but for the
-    result).
+    rounded before it is divided); fewer, as decoding has them, where D is a multiple of 32 and the heads of all
+    sequences follow each other in memory (in fp32 but for the result).
     ``torch.nn.functional.scaled_dot_product_attention`` everywhere else, gradients included.
 
     Args:
@@ -114,7 +114,7 @@ def _rows_of(heads: torch.Tensor) -> torch.Tensor:
 
 
 def _one_after_the_other(heads: torch.Tensor) -> torch.Tensor:
-    """``[B key heads, S, D]`` of what `_heads_follow_each_other` says of."""
+    """``[B key heads, S, D]``, for heads that follow each other."""
     return heads.as_strided((heads.shape[0] * heads.shape[1], *heads.shape[2:]), heads.stride()[1:])
 
 
