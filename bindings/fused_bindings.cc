@@ -12,6 +12,7 @@
 #include "bindings/tensor.h"
 #include "cpu_kernels/bfloat16.h"
 #include "cpu_kernels/fused/attention.h"
+#include "cpu_kernels/fused/attention_grad.h"
 #include "cpu_kernels/fused/few_queries_attention.h"
 #include "cpu_kernels/fused/linear.h"
 #include "threadpool/pool.h"
@@ -228,8 +229,15 @@ OutputTensor RowsOfSequences(std::int64_t batch, std::int64_t rows, std::int64_t
   return out;
 }
 
+/// Of [B, heads, T] queries each: most, then inverse_sums.
+void ReadStatistics(fused::AttentionArgs& args, float* statistics) {
+  args.most = statistics;
+  args.inverse_sums = statistics + args.q.shape[0] * args.heads * args.q.shape[1];
+}
+
+/// @param save  whether what attention_backward needs comes with the result
 py::object Attention(const py::object& q, const py::object& k, const py::object& v, std::int64_t heads, float scale,
-                     const py::object& bias, std::int64_t key_heads, bool causal) {
+                     const py::object& bias, std::int64_t key_heads, bool causal, bool save) {
   UsesTorch torch;
   fused::AttentionArgs args;
   ReadFactors(q, k, v, args);
@@ -239,9 +247,38 @@ py::object Attention(const py::object& q, const py::object& k, const py::object&
   args.scale = scale;
   const FloatVector bias_values(bias, "bias", args.k.shape[0] * args.k.shape[1]);
   args.bias = bias_values.data();
-  OutputTensor out = RowsOfSequences(args.q.shape[0], args.q.shape[1], args.q.shape[2], args.out);
+  OutputTensor out = RowsOfSequences(args.q.shape[0], args.q.shape[1], args.q.shape[2], args.out), statistics;
+  if (save && heads > 0) {
+    statistics = OutputTensor::Contiguous(DType::kFloat32, 2, args.q.shape[0] * heads * args.q.shape[1]);
+    ReadStatistics(args, static_cast<float*>(statistics.data()));
+  }
   Compute(torch, [&] { fused::Attention(args, Pool::Default()); });
-  return out.ToTorch();
+  if (!save) return out.ToTorch();
+  return py::make_tuple(out.ToTorch(), statistics.ToTorch());
+}
+
+py::object AttentionBackward(const py::object& d_out, const py::object& q, const py::object& k, const py::object& v,
+                             const py::object& out, const py::object& statistics, std::int64_t heads, float scale,
+                             const py::object& bias, std::int64_t key_heads, bool causal) {
+  UsesTorch torch;
+  fused::AttentionGradArgs args;
+  fused::AttentionArgs& forward = args.forward;
+  ReadFactors(q, k, v, forward);
+  forward.out = ViewOf(out, {"out"}, kTypes);
+  args.d_out = ViewOf(d_out, {"d_out"}, kTypes);
+  forward.heads = heads;
+  forward.key_heads = key_heads;
+  forward.causal = causal;
+  forward.scale = scale;
+  const FloatVector bias_values(bias, "bias", forward.k.shape[0] * forward.k.shape[1]);
+  forward.bias = bias_values.data();
+  const FloatVector saved(statistics, "statistics", 2 * forward.q.shape[0] * heads * forward.q.shape[1]);
+  ReadStatistics(forward, const_cast<float*>(saved.data()));
+  OutputTensor d_q = RowsOfSequences(forward.q.shape[0], forward.q.shape[1], forward.q.shape[2], args.d_q);
+  OutputTensor d_k = RowsOfSequences(forward.k.shape[0], forward.k.shape[1], forward.k.shape[2], args.d_k);
+  OutputTensor d_v = RowsOfSequences(forward.k.shape[0], forward.k.shape[1], forward.k.shape[2], args.d_v);
+  Compute(torch, [&] { fused::AttentionGrad(args, Pool::Default()); });
+  return py::make_tuple(d_q.ToTorch(), d_k.ToTorch(), d_v.ToTorch());
 }
 
 /// @param batch  sequences
@@ -342,7 +379,10 @@ void BindFused(py::module_& module) {
   module.def("norm_backward", &NormBackward, arg("norm"), arg("d_out"), arg("normalized"), arg("inverse_std"), arg("gamma"));
   module.def("activation_backward", &ActivationBackward, arg("activation"), arg("d_out"), arg("pre"));
   module.def("attention", &Attention, arg("q"), arg("k"), arg("v"), arg("heads"), arg("scale"), arg("bias") = py::none(),
-             arg("key_heads") = 0, arg("causal") = false);
+             arg("key_heads") = 0, arg("causal") = false, arg("save") = false);
+  module.def("attention_backward", &AttentionBackward, arg("d_out"), arg("q"), arg("k"), arg("v"), arg("out"),
+             arg("statistics"), arg("heads"), arg("scale"), arg("bias") = py::none(), arg("key_heads") = 0,
+             arg("causal") = false);
   module.def("few_queries_attention", &FewQueriesAttention, arg("q"), arg("k"), arg("v"), arg("batch"), arg("scale"),
              arg("bias") = py::none(), arg("causal") = false);
   module.def("sample_of", &Sample, arg("tensor"));

@@ -15,6 +15,7 @@
 #include "cpu_kernels/fused/fp32_gemm.h"
 #include "cpu_kernels/fused/row_epilogue.h"
 #include "cpu_kernels/fused/silu_mul.h"
+#include "cpu_kernels/fused/softmax_grad.h"
 #include "cpu_kernels/fused/softmax_rows.h"
 #include "cpu_kernels/gemm/direct_gemm.h"
 #include "cpu_kernels/gemm/few_rows.h"
@@ -102,8 +103,8 @@ constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
           ContractAlongFeatures,
           ExpandAlongFeatures,
           OuterAlongFeatures,
-          {TurnPanel, RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, SoftmaxRows, AttendFew,
-           MergeAttended, Fp32Gemm},
+          {TurnPanel, RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, SoftmaxRows, SoftmaxGrad,
+           RowDots, AttendFew, MergeAttended, Fp32Gemm},
           &kSamplingKernels<kLogitStreams>};
 }
 

@@ -4,10 +4,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "cpu_kernels/fused/attention_steps.h"
 #include "cpu_kernels/fused/checks.h"
-#include "cpu_kernels/fused/ranges.h"
 #include "cpu_kernels/fused/scratch.h"
-#include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tile_evaluator.h"
 
 namespace moesaic::fused {
@@ -22,16 +21,6 @@ constexpr std::int64_t kRowsAhead = 128;
 /// Bytes of a thread's scratch memory that stay for the next call, at most: very many keys take more.
 constexpr std::int64_t kMostKept = 4 << 20;
 
-/// The rows of one head, as kernels take them.
-struct HeadRows {
-  const TensorView& view;
-  std::int64_t batch, first_column;
-
-  BFloat16* Row(std::int64_t row) const {
-    return static_cast<BFloat16*>(view.data) + batch * view.stride[0] + row * view.stride[1] + first_column;
-  }
-};
-
 /// One call of Attention(): the memory and the steps of its tasks.
 class AttentionRun {
  public:
@@ -41,7 +30,7 @@ class AttentionRun {
         queries_(args.q.shape[1]),
         keys_(args.k.shape[1]),
         head_size_(args.q.shape[2] / args.heads),
-        heads_together_(args.key_heads == 0 ? 1 : args.heads / args.key_heads),
+        heads_together_(HeadsTogether(args)),
         ld_scores_(SumsPitch(RoundUp(keys_, kTileColumns))),
         ld_out_(SumsPitch(RoundUp(head_size_, kTileColumns))) {
     // Scores and what they are rounded to, of a block, in half of L2.
@@ -97,88 +86,47 @@ class AttentionRun {
 
   void Head(std::int64_t batch, std::int64_t head, std::int64_t part, const Memory& memory) const {
     const std::int64_t column = head * head_size_, key_column = head / heads_together_ * head_size_;
-    const HeadRows q{args_.q, batch, column}, k{args_.k, batch, key_column}, v{args_.v, batch, key_column};
+    const HeadRows q{args_.q, batch, column, head_size_}, out{args_.out, batch, column, head_size_};
+    const HeadRows k{args_.k, batch, key_column, head_size_}, v{args_.v, batch, key_column, head_size_};
     const float* const bias = args_.bias == nullptr ? nullptr : args_.bias + batch * keys_;
     const std::int64_t begin = part * blocks_of_part_ * block_, end = std::min(begin + blocks_of_part_ * block_, queries_);
     const std::int64_t needed = args_.causal ? keys_ - queries_ + end : keys_;
-    Fetch(k, 0, std::min(needed, kRowsAhead));
-    Fetch(v, 0, std::min(needed, kRowsAhead));
-    Pack(k, 0, needed, &PackRowsArgs::pairs, memory.keys, memory.rows);
-    Fetch(q, begin, std::min(block_, end - begin));
-    Pack(v, 0, needed, &PackRowsArgs::row_pairs, memory.values, memory.rows);
+    k.Fetch(0, std::min(needed, kRowsAhead));
+    v.Fetch(0, std::min(needed, kRowsAhead));
+    PackRowsArgs pairs, row_pairs, stored;
+    pairs.pairs = memory.keys;
+    row_pairs.row_pairs = memory.values;
+    stored.stored = memory.queries;
+    k.Pack(kernels_, 0, needed, pairs, memory.rows);
+    q.Fetch(begin, std::min(block_, end - begin));
+    v.Pack(kernels_, 0, needed, row_pairs, memory.rows);
     for (std::int64_t first = begin; first < end; first += block_) {
       const std::int64_t rows = std::min(block_, end - first);
-      Pack(q, first, rows, &PackRowsArgs::stored, memory.queries, memory.rows);
-      Fetch(q, first + rows, std::min(block_, end - first - rows));
+      q.Pack(kernels_, first, rows, stored, memory.rows);
+      q.Fetch(first + rows, std::min(block_, end - first - rows));
       // Keys behind the last query's own are left out, in whole tiles.
       const std::int64_t before = keys_ - queries_ + first, seen = args_.causal ? before + rows : keys_;
-      TileMatrix keys = memory.keys, values = memory.values, powers = memory.powers;
+      TileMatrix queries = memory.queries, keys = memory.keys, values = memory.values, powers = memory.powers;
+      queries.panels = powers.panels = CeilDiv(rows, kPanelRows);
       keys.panels = CeilDiv(seen, kPanelRows);
       values.columns = powers.columns = CeilDiv(seen, kTileColumns);
-      Multiply(memory.queries, keys, {rows, seen, head_size_}, memory.scores, ld_scores_);
-      Softmax(rows, seen, args_.causal ? before + 1 : 0, bias, powers, memory);
-      Multiply(powers, values, {rows, head_size_, seen}, memory.out, ld_out_);
+      Multiply(kernels_, FusedStage::kGemm, queries, keys, Flops(rows, seen, head_size_), memory.scores, ld_scores_);
+      Softmax(rows, seen, args_.causal ? before + 1 : 0, bias, powers, memory, (batch * args_.heads + head) * queries_ + first);
+      Multiply(kernels_, FusedStage::kGemm, powers, values, Flops(rows, head_size_, seen), memory.out, ld_out_);
       for (std::int64_t i = 0; i < rows; ++i) {
         for (std::int64_t c = 0; c < head_size_; ++c) memory.out[i * ld_out_ + c] *= memory.inverse_sums[i];
       }
-      StoreRowsArgs store;
-      store.in = memory.out;
-      store.ld = ld_out_;
-      store.rows = rows;
-      store.columns = head_size_;
-      store.out = HeadRows{args_.out, batch, column}.Row(first);
-      store.dtype = DType::kBFloat16;
-      store.out_stride = args_.out.stride[1];
-      kernels_.store_rows(store);
+      out.Store(kernels_, memory.out, ld_out_, first, rows);
     }
     FinishStores();
-  }
-
-  /// Rows [first, first + count) of a head as tiles.
-  void Pack(const HeadRows& head, std::int64_t first, std::int64_t count, TileMatrix PackRowsArgs::* order,
-            const TileMatrix& tiles, const void** pointers) const {
-    const FusedRange range(FusedStage::kPack, 0.0, 4.0 * static_cast<double>(count * head_size_));
-    for (std::int64_t i = 0; i < count; ++i) pointers[i] = head.Row(first + i);
-    PackRowsArgs pack;
-    pack.rows = pointers;
-    pack.dtype = DType::kBFloat16;
-    pack.count = count;
-    pack.columns = head_size_;
-    pack.*order = tiles;
-    pack.panels = RoundUp(count, order == &PackRowsArgs::row_pairs ? kTileColumns : kPanelRows) / kPanelRows;
-    pack.tile_columns = CeilDiv(head_size_, kTileColumns);
-    kernels_.pack_rows(pack);
-  }
-
-  /// Brings rows of a head to L2: they lie too far apart for the hardware to run ahead.
-  void Fetch(const HeadRows& head, std::int64_t first, std::int64_t count) const {
-    for (std::int64_t i = first; i < first + count; ++i) {
-      for (std::int64_t c = 0; c < head_size_; c += kTileColumns) __builtin_prefetch(head.Row(i) + c, 0, 2);
-    }
-  }
-
-  /// Of a product.
-  struct Sizes {
-    std::int64_t rows, columns, depth;
-  };
-
-  /// c[i][n] = sum over k: left[i][k] right[k][n].
-  void Multiply(const TileMatrix& left, const TileMatrix& right, const Sizes& sizes, float* c, std::int64_t ldc) const {
-    const FusedRange range(FusedStage::kGemm, 2.0 * static_cast<double>(sizes.rows * sizes.columns * sizes.depth), 0.0);
-    const GradientSegment segment{left, right};
-    GradientGemmArgs gemm;
-    gemm.segments = {&segment, 1};
-    gemm.panels = CeilDiv(sizes.rows, kPanelRows);
-    gemm.c = c;
-    gemm.ldc = ldc;
-    kernels_.gradient_gemm(gemm);
   }
 
   /// Scores become powers, rounded to bf16 tiles. What divides them comes after the product: the largest power is 1 to the last
   /// bit, where probabilities that are equal would all be rounded in one direction.
   /// @param keys  of which the first row sees `first_sees`, or all where that is 0
+  /// @param row   of the first query, among those of all heads
   void Softmax(std::int64_t rows, std::int64_t keys, std::int64_t first_sees, const float* bias, const TileMatrix& powers,
-               const Memory& memory) const {
+               const Memory& memory, std::int64_t row) const {
     const FusedRange range(FusedStage::kSoftmax, 0.0, 6.0 * static_cast<double>(rows * keys));
     SoftmaxRowsArgs softmax;
     softmax.x = memory.scores;
@@ -190,7 +138,9 @@ class AttentionRun {
     softmax.bias = bias;
     softmax.powers = powers;
     softmax.inverse_sums = memory.inverse_sums;
+    softmax.most = args_.most == nullptr ? nullptr : args_.most + row;
     kernels_.fused.softmax_rows(softmax);
+    if (args_.inverse_sums != nullptr) std::copy_n(memory.inverse_sums, rows, args_.inverse_sums + row);
   }
 
   const AttentionArgs& args_;
@@ -202,7 +152,7 @@ class AttentionRun {
 
 }  // namespace
 
-void Attention(const AttentionArgs& args, Pool& pool) {
+void Check(const AttentionArgs& args) {
   CheckThreeDimensions(args.q, "q");
   CheckThreeDimensions(args.k, "k");
   const std::int64_t batch = args.q.shape[0], queries = args.q.shape[1], keys = args.k.shape[1], columns = args.q.shape[2];
@@ -222,7 +172,11 @@ void Attention(const AttentionArgs& args, Pool& pool) {
   CheckRows(args.v, "v", batch, keys, key_columns);
   CheckRows(args.out, "out", batch, queries, columns);
   if (keys == 0) throw std::invalid_argument("k has no rows; expected one at least");
-  if (batch == 0 || queries == 0 || columns == 0) return;
+}
+
+void Attention(const AttentionArgs& args, Pool& pool) {
+  Check(args);
+  if (args.q.shape[0] == 0 || args.q.shape[1] == 0 || args.q.shape[2] == 0) return;
   const Pool::Turn turn(pool);  // as many threads to its end as scratch memory is taken for
   AttentionRun(args, pool).Run();
 }

@@ -1,4 +1,5 @@
-// Attention of many queries on a thread pool, forward alone: scores, softmax and values, head by head, in one pass.
+// Attention of many queries on a thread pool, forward (attention_grad.h has its gradients): scores, softmax and values, head by
+// head, in one pass.
 //
 //   out[b][t][h] = sum over s of p[t][s] v[b][s][h / n]
 //   p[t] = softmax over s of (scale q[b][t][h] . k[b][s][h / n] + bias[b][s])
@@ -28,6 +29,10 @@ struct AttentionArgs {
   TensorView out;               ///< [B, T, heads D]
   std::int64_t key_heads = 0;   ///< a divisor of heads; 0: as many
   bool causal = false;          ///< the last query sees all keys, each one before it one less
+  /// Contiguous [B][heads][T], or null: what attention_grad.h needs of each query, its largest score, as SoftmaxRowsArgs::most
+  /// has it, and the inverse of its powers' sum.
+  float* most = nullptr;
+  float* inverse_sums = nullptr;
 };
 
 /// Scores and sums are fp32, p is rounded to bf16 before it is divided by its sum. NaN passes through; from a value that a

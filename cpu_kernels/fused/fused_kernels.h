@@ -137,6 +137,40 @@ struct SoftmaxRowsArgs {
   std::int64_t first_sees = 0;
   TileMatrix powers;              ///< operand [rows][columns], activations' order
   float* inverse_sums = nullptr;  ///< [rows]
+  float* most = nullptr;          ///< [rows] m, without bias m / ln 2; 0 where all are -infinity. Null: not wanted
+};
+
+/// Gradients of softmax's x, of which a row is a key and a column a query:
+///   power = e^(scale x + bias - m) inverse_sums    d_x = power (scale d_power - delta)    both rounded to bf16
+/// with m and inverse_sums as SoftmaxRows gave them. What lies beyond rows in the tiles is filled with zeros; a column that
+/// does not count has m = infinity, and inverse_sums and delta 0.
+struct SoftmaxGradArgs {
+  const float* x = nullptr;        ///< [rows][ld]
+  const float* d_power = nullptr;  ///< [rows][ld]
+  std::int64_t ld = 0;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;  ///< a multiple of 32
+  float scale = 1;
+  const float* bias = nullptr;          ///< [rows], or null
+  const float* most = nullptr;          ///< [columns]
+  const float* inverse_sums = nullptr;  ///< [columns]
+  const float* delta = nullptr;         ///< [columns]: scale times the sum over a query's keys of power d_power
+  std::int64_t first = 0;               ///< row r counts from column first + r on, and its other powers are 0; -rows: all do
+  TileMatrix power;                     ///< operand [rows][columns], activations' order, as both below
+  TileMatrix d_x;                       ///< operand
+  TileMatrix d_x_pairs;                 ///< row pairs
+};
+
+/// out[r] = scale * sum over c of a[r][c] b[r][c], in 16 interleaved parts
+struct RowDotsArgs {
+  const BFloat16* a = nullptr;  ///< [rows][a_stride]
+  std::int64_t a_stride = 0;
+  const BFloat16* b = nullptr;  ///< [rows][b_stride]
+  std::int64_t b_stride = 0;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  float scale = 1;
+  float* out = nullptr;  ///< [rows]
 };
 
 /// Queries that AttendFew takes side by side, and keys of a part of it.
@@ -212,6 +246,8 @@ struct FusedKernels {
   void (*silu_mul)(const SiluMulArgs&);
   void (*silu_mul_backward)(const SiluMulBackwardArgs&);
   void (*softmax_rows)(const SoftmaxRowsArgs&);
+  void (*softmax_grad)(const SoftmaxGradArgs&);
+  void (*row_dots)(const RowDotsArgs&);
   void (*attend_few)(const AttendFewArgs&);
   void (*merge_attended)(const MergeAttendedArgs&);
   void (*fp32_gemm)(const Fp32GemmArgs&);

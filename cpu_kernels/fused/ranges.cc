@@ -5,8 +5,8 @@
 namespace moesaic::fused {
 
 profiling::RangeId RangeOf(FusedStage stage) {
-  static const std::array<profiling::RangeId, 11> ids = [] {
-    constexpr std::array<const char*, 11> kNames = {"pack",
+  static const std::array<profiling::RangeId, 12> ids = [] {
+    constexpr std::array<const char*, 12> kNames = {"pack",
                                                     "gemm",
                                                     "epilogue",
                                                     "norm",
@@ -16,8 +16,9 @@ profiling::RangeId RangeOf(FusedStage stage) {
                                                     "backward_norm",
                                                     "backward_activation",
                                                     "backward_gemm",
-                                                    "backward_silu_mul"};
-    std::array<profiling::RangeId, 11> registered{};
+                                                    "backward_silu_mul",
+                                                    "backward_softmax"};
+    std::array<profiling::RangeId, 12> registered{};
     for (std::size_t i = 0; i < kNames.size(); ++i) registered[i] = profiling::RegisterRange(kNames[i], "fused");
     return registered;
   }();

@@ -45,8 +45,9 @@ MOESAIC_INLINE F32x16 Powers(const SoftmaxRowsArgs& args, const float* x, std::i
 }
 
 /// @param columns  that the row sees
+/// @return the largest score
 template <bool kBiased>
-inline void SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, std::int64_t columns, BFloat16* out, float& inverse_sum) {
+inline float SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, std::int64_t columns, BFloat16* out, float& inverse_sum) {
   constexpr float kInfinity = __builtin_inff();
   constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const std::int64_t whole = columns / 32 * 32, step = args.powers.column_stride * kTileElements;
@@ -86,6 +87,7 @@ inline void SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, std::int64_t
   for (std::int64_t c = RoundUp(columns, 32); c < args.columns; c += 32, out += step) std::memset(out, 0, 64);
   const float sum = SumOf(sums[0] + sums[1]);
   inverse_sum = nothing && sum == sum ? 0.0f : 1.0f / sum;  // NaN passes through
+  return most;
 }
 
 inline void SoftmaxRows(const SoftmaxRowsArgs& args) {
@@ -94,11 +96,9 @@ inline void SoftmaxRows(const SoftmaxRowsArgs& args) {
     const float* const x = args.x + r * args.ld;
     const std::int64_t sees = args.first_sees + r;
     const std::int64_t columns = args.first_sees == 0 || sees > args.columns ? args.columns : sees;
-    if (args.bias == nullptr) {
-      SoftmaxRow<false>(args, x, columns, out, args.inverse_sums[r]);
-    } else {
-      SoftmaxRow<true>(args, x, columns, out, args.inverse_sums[r]);
-    }
+    const float most = args.bias == nullptr ? SoftmaxRow<false>(args, x, columns, out, args.inverse_sums[r])
+                                            : SoftmaxRow<true>(args, x, columns, out, args.inverse_sums[r]);
+    if (args.most != nullptr) args.most[r] = most;
   }
   for (std::int64_t r = args.rows; r % kPanelRows != 0; ++r) {
     for (std::int64_t c = 0; c < args.powers.columns; ++c) {

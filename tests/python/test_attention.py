@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import moesaic
 from moesaic import _core
@@ -42,7 +44,7 @@ def expected(
 
 
 def error(got: torch.Tensor, right: torch.Tensor) -> float:
-    return float((got.double() - right.double()).norm() / right.double().norm())
+    return float((got.detach().double() - right.double()).norm() / right.double().norm())
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
@@ -158,11 +160,9 @@ def test_where_pytorch_computes() -> None:
     assert torch.equal(functional.attention(*exact, key_mask=mask), stock(*exact))
     few = [t[:, :, :15, :20] for t in (q, k, v)]  # no multiple of 32
     assert torch.equal(functional.attention(*few), F.scaled_dot_product_attention(*few))
-    wanted = [t.clone().requires_grad_() for t in (q, k, v)]
-    functional.attention(*wanted, key_mask=mask).sum().backward()
+    wanted = [t.clone().requires_grad_() for t in few]
+    functional.attention(*wanted).sum().backward()
     assert all(t.grad is not None and t.grad.any() for t in wanted)
-    with torch.no_grad():
-        assert torch.equal(functional.attention(*wanted, key_mask=mask), functional.attention(q, k, v, key_mask=mask))
     for none in ((q[:0], k[:0], v[:0]), (q[:, :, :0], k, v), (q, k[:, :, :0], v[:, :, :0])):
         assert torch.equal(functional.attention(*none), F.scaled_dot_product_attention(*none))
     assert functional.attention(q[:, :0], k[:, :0], v[:, :0]).shape == (2, 0, 20, 64)
@@ -190,6 +190,119 @@ def test_many_queries_of_heads_that_share_keys(shape: tuple[int, ...], masked: b
         assert torch.equal(functional.attention(q, k, v, None, mask, causal), got)
     finally:
         moesaic.set_num_threads(before)
+
+
+def gradients(
+    tensors: list[torch.Tensor], d_out: torch.Tensor, run: Callable[..., torch.Tensor]
+) -> list[torch.Tensor | None]:
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    run(*leaves).backward(d_out)
+    return [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize(
+    "shape", [*MANY, (1, 4, 2, 300, 530, 64), (2, 3, 1, 270, 300, 40), (1, 1, 1, 513, 513, 32)], ids=str
+)
+def test_gradients(shape: tuple[int, ...], masked: bool, causal: bool) -> None:
+    tensors = list(few_operands(shape))
+    mask = seen_by_all(shape[0], shape[4]) if masked else None
+    d_out = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(4)).bfloat16()
+    right = gradients([t.double() for t in tensors], d_out.double(), lambda *t: expected_of_few(*t, mask, causal))
+
+    def run(*leaves: torch.Tensor) -> torch.Tensor:
+        return functional.attention(*leaves, None, mask, causal)
+
+    before, results = moesaic.get_num_threads(), []
+    try:
+        for threads in (1, 5, 16):
+            moesaic.set_num_threads(threads)
+            results.append(gradients(tensors, d_out, run))
+    finally:
+        moesaic.set_num_threads(before)
+    for got, expected in zip(results[0], right, strict=True):
+        assert got is not None and expected is not None and error(got, expected) < 5e-3
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
+    # Whatever is saved: the result is that of a call that needs no gradient.
+    with torch.no_grad():
+        plain = run(*tensors)
+    assert torch.equal(run(*(t.clone().requires_grad_() for t in tensors)), plain)
+
+
+def test_gradients_of_any_layout() -> None:
+    tensors = operands(2, 3, 40, 50, 64)
+    d_out = torch.randn(2, 3, 40, 64).bfloat16()
+    right = gradients(tensors, d_out, functional.attention)
+    spread = torch.zeros(2, 3, 40, 128, dtype=torch.bfloat16)[..., ::2].copy_(d_out)
+    for other in (spread, d_out.transpose(1, 2).contiguous().transpose(1, 2)):
+        got = gradients([t.contiguous() for t in tensors], other, functional.attention)
+        assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
+    ones = gradients(tensors, torch.ones_like(d_out), functional.attention)
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    functional.attention(*leaves).sum().backward()  # an expanded gradient
+    assert all(torch.equal(leaf.grad, b) for leaf, b in zip(leaves, ones, strict=True))
+    for wanted in range(3):  # of some alone
+        leaves = [t.detach().clone().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
+        functional.attention(*leaves).backward(d_out)
+        assert [leaf.grad is not None for leaf in leaves] == [i == wanted for i in range(3)]
+        assert torch.equal(leaves[wanted].grad, right[wanted])
+
+
+def test_gradients_at_the_edges() -> None:
+    """Queries that see no key, scores that e^x has no room for, NaN."""
+    q, k, v = operands(2, 2, 20, 30, 64)
+    d_out = torch.randn(2, 2, 20, 64).bfloat16()
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    mask[0, 10:], mask[1] = False, False
+    d_q, d_k, d_v = gradients([q, k, v], d_out, lambda *t: functional.attention(*t, key_mask=mask))
+    short = gradients(
+        [q[:1], k[:1, :, :10], v[:1, :, :10]], d_out[:1], lambda *t: functional.attention(*t, key_mask=mask[:1, :10])
+    )
+    assert d_q is not None and d_k is not None and d_v is not None
+    assert (
+        torch.equal(d_q[:1], short[0])
+        and torch.equal(d_k[:1, :, :10], short[1])
+        and torch.equal(d_v[:1, :, :10], short[2])
+    )
+    assert not d_q[1].any() and not d_k[0, :, 10:].any() and not d_v[0, :, 10:].any() and not d_v[1].any()
+    for factor in (50, 2e5):
+        large = gradients([q * factor, k * factor, v], d_out, functional.attention)
+        assert all(grad is not None and grad.isfinite().all() for grad in large)
+    q, k, v = operands(2, 2, 20, 30, 64)
+    q[0, 1, 3, 5] = torch.nan
+    d_q, d_k, d_v = gradients([q, k, v], d_out, functional.attention)
+    assert d_q is not None and d_k is not None and d_v is not None
+    assert d_q[0, 1, 3].isnan().all() and int(d_q.isnan().sum()) == 64
+    for grad in (d_k, d_v):
+        assert grad[0, 1].isnan().all() and int(grad.isnan().sum()) == 30 * 64
+
+
+def test_gradients_with_what_autograd_offers() -> None:
+    tensors = operands(1, 2, 20, 30, 64)
+    d_out = torch.randn(1, 2, 20, 64).bfloat16()
+    right = gradients(tensors, d_out, functional.attention)
+    for reentrant in (False, True):
+        got = gradients(
+            tensors,
+            d_out,
+            lambda *t: checkpoint(functional.attention, *t, use_reentrant=reentrant),  # noqa: B023
+        )
+        assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    (d_q,) = torch.autograd.grad(functional.attention(*leaves).sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="moesaic.nn.functional"):
+        d_q.sum().backward()
+    out = functional.attention(*leaves)
+    with torch.no_grad():
+        leaves[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    # functorch's transforms have PyTorch's.
+    by_transform = torch.func.grad(lambda t: (functional.attention(t, *tensors[1:]).float() * d_out.float()).sum())(
+        tensors[0]
+    )
+    assert error(by_transform, right[0]) < 1e-2
 
 
 #: Of these too.
@@ -290,6 +403,11 @@ def test_timers_see_the_stages() -> None:
         functional.attention(*few_operands((1, 4, 2, 1, 300, 64)))
     calls = {row["name"]: row["calls"] for row in p.phases() if row["category"] == "fused" and row["calls"]}
     assert calls == {"few_queries": 2 * 3 + 2}  # 128 keys at a time of each head, which is put together
+    out = functional.attention(q.requires_grad_(), k, v)
+    with moesaic.profile() as p:
+        out.sum().backward()
+    seen = {row["name"] for row in p.phases() if row["category"] == "fused" and row["calls"]}
+    assert seen == {"pack", "backward_gemm", "backward_softmax"}
 
 
 def test_bad_input() -> None:
@@ -342,6 +460,19 @@ def test_bad_input() -> None:
             lambda: _core.few_queries_attention(few[0], few[1][:, :5], few[2][:, :5], 1, 1.0, None, True),
             "q has 20 rows",
         ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()  # type: ignore[no-untyped-call]
+    out, statistics = _core.attention(*rows, 2, 1.0, None, 0, False, True)  # type: ignore[misc]
+    out = out.view(rows[0].shape)
+    _core.attention_backward(out, *rows, out, statistics, 2, 1.0)  # type: ignore[misc]
+    for call, message in (
+        (lambda: _core.attention_backward(out[:1], *rows, out, statistics, 2, 1.0), "d_out has shape"),
+        (lambda: _core.attention_backward(out, *rows, out[:1], statistics, 2, 1.0), "out has shape"),
+        (lambda: _core.attention_backward(out.float(), *rows, out, statistics, 2, 1.0), "d_out is float32"),
+        (lambda: _core.attention_backward(out, *rows, out, statistics[:1], 2, 1.0), "statistics has 80 values"),
+        (lambda: _core.attention_backward(out, *rows, out, statistics, 3, 1.0), "statistics has 160 values"),
+        (lambda: _core.attention_backward(out, *rows, out, None, 2, 1.0), "forward has no most"),
     ):
         with pytest.raises(ValueError, match=message):
             call()  # type: ignore[no-untyped-call]

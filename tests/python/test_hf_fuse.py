@@ -226,11 +226,39 @@ def test_attention_of_an_encoder(padded: bool, engine_attention: list[torch.Size
         output(model, given)
     assert len(engine_attention) == 2
     moesaic.hf.fuse(model)
-    objective(output(model, given)).backward()  # PyTorch's, which has a backward
     model.train()
     with torch.no_grad():
         output(model, given)  # dropout
     assert len(engine_attention) == 2
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("make", [bert, qwen3_moe])
+def test_gradients_through_attention(
+    make: Callable[[], nn.Module], padded: bool, engine_attention: list[torch.Size]
+) -> None:
+    model = make().eval()
+    given = {"input_ids": torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))}
+    if padded:
+        given["attention_mask"] = torch.ones(2, 24, dtype=torch.long)
+        given["attention_mask"][1, 17:] = 0
+    gradients: dict[str, torch.Tensor] = {}
+    for way in ("exact", "stock", "fused"):
+        if way == "stock":
+            model.bfloat16()
+        if way == "fused":
+            moesaic.hf.fuse(model)
+        model.zero_grad()
+        objective(output(model, given)[:, :17]).backward()  # what is computed for padding nobody reads
+        gradients[way] = torch.cat(
+            [
+                p.grad.double().flatten()
+                for name, p in model.named_parameters()
+                if p.grad is not None and any(part in name for part in ("query", "key", "value", "_proj", "embed"))
+            ]
+        )
+    assert len(engine_attention) == 2
+    assert error(gradients["fused"], gradients["exact"]) < 1.2 * error(gradients["stock"], gradients["exact"])
 
 
 @pytest.mark.parametrize("prompt", [9, 24])
@@ -309,7 +337,7 @@ def test_generation_with_either_cache(engine_attention: list[torch.Size]) -> Non
 def test_attention_that_is_not_served(engine_attention: list[torch.Size]) -> None:
     decoder = qwen3_moe().bfloat16().eval()
     moesaic.hf.fuse(decoder)
-    decoder(input_ids=torch.randint(3, 50, (2, 24))).logits.sum().backward()  # gradients
+    decoder(input_ids=torch.randint(3, 50, (2, 15))).logits.sum().backward()  # gradients of few queries
     with torch.no_grad():
         decoder(input_ids=torch.randint(3, 50, (2, 5)))  # few queries, heads of 16
         mask = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril().triu(-5)  # a window

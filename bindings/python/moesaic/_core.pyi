@@ -1,7 +1,7 @@
 """What C++ gives to the package. Users take the names of `moesaic` itself."""
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 
@@ -139,6 +139,7 @@ class PackedMatrix:
     def unpack(self, weight: torch.Tensor) -> None:
         """Writes it back into a tensor of the caller's."""
 
+@overload
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -148,9 +149,40 @@ def attention(
     bias: torch.Tensor | None = None,
     key_heads: int = 0,
     causal: bool = False,
+    save: Literal[False] = False,
 ) -> torch.Tensor:
     """softmax(scale q k^T + bias) v of bf16 [B, rows, heads D], head by head: [B T, heads D]; key_heads 0: as many as
     heads; cpu_kernels/fused/attention.h."""
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    scale: float,
+    bias: torch.Tensor | None,
+    key_heads: int,
+    causal: bool,
+    save: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With what attention_backward needs of each query and head, fp32."""
+
+def attention_backward(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    statistics: torch.Tensor,
+    heads: int,
+    scale: float,
+    bias: torch.Tensor | None = None,
+    key_heads: int = 0,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, of [B T, heads D] and [B S, key_heads D]; out is [B, T, heads D], and so is d_out;
+    cpu_kernels/fused/attention_grad.h."""
 
 def few_queries_attention(
     q: torch.Tensor,

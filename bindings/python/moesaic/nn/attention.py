@@ -1,4 +1,4 @@
-"""Attention: the engine's where no gradient is wanted and it has a form for it, else PyTorch's."""
+"""Attention: the engine's where it has a form for it, else PyTorch's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moesaic import _core, forward_mode
-from moesaic.nn import checked
+from moesaic.nn import autograd, checked
 
 __all__ = ["attention", "is_served"]
 
@@ -27,10 +27,11 @@ def attention(
 ) -> torch.Tensor:
     """``softmax(scale q k^T) v`` for each head.
 
-    The engine computes it in bf16 where no gradient is wanted: 16 queries and more (scores and sums in fp32, e^score
-    rounded before it is divided); fewer, as decoding has them, where D is a multiple of 32 and the heads of all
-    sequences follow each other in memory (in fp32 but for the result).
-    ``torch.nn.functional.scaled_dot_product_attention`` everywhere else, gradients included.
+    The engine computes it in bf16: of 16 queries and more with their gradients (scores and sums in fp32, e^score
+    rounded before it is divided, probabilities and gradients of scores rounded where they are multiplied); of fewer, as
+    decoding has them, where no gradient is wanted, D is a multiple of 32 and the heads of all sequences follow each
+    other in memory (in fp32 but for the result). ``torch.nn.functional.scaled_dot_product_attention`` everywhere else.
+    Differentiable once where the engine computes it.
 
     Args:
         q: ``[B, heads, T, D]``, bf16 or fp32.
@@ -103,7 +104,7 @@ def attention(
         )
         return out.view(batch, -1, heads, size).transpose(1, 2)
     rows = [_rows_of(tensor) for tensor in (q, k, v)]
-    out = _core.attention(rows[0], rows[1], rows[2], heads, scale, bias, k.shape[1], causal)
+    out = autograd.attention(rows[0], rows[1], rows[2], bias, heads, k.shape[1], scale, causal)
     return out.view(batch, -1, heads, size).transpose(1, 2)
 
 
@@ -125,15 +126,16 @@ def _heads_follow_each_other(heads: torch.Tensor) -> bool:
 
 
 def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the engine computes attention of such tensors: of numbers in memory, which tracers do not have, where no
-    gradient is wanted, backward or forward."""
+    """Whether the engine computes attention of such tensors: of numbers in memory, which tracers and functorch's
+    transforms do not have, and without tangents; of few queries where no gradient is wanted."""
     tensors = (q, k, v)
     if any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors) or torch.jit.is_tracing():  # type: ignore[no-untyped-call, attr-defined]
         return False
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    wanted = wanted or any(forward_mode.has_tangent(t) for t in tensors)
-    if q.dtype != torch.bfloat16 or q.numel() == 0 or k.numel() == 0 or wanted:
+    if torch._C._are_functorch_transforms_active() or any(forward_mode.has_tangent(t) for t in tensors):
         return False
-    return q.shape[2] >= _MANY_QUERIES or (
-        q.shape[3] % 32 == 0 and _heads_follow_each_other(k) and _heads_follow_each_other(v)
-    )
+    if q.dtype != torch.bfloat16 or q.numel() == 0 or k.numel() == 0:
+        return False
+    if q.shape[2] >= _MANY_QUERIES:
+        return True
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return not wanted and q.shape[3] % 32 == 0 and _heads_follow_each_other(k) and _heads_follow_each_other(v)

@@ -1,4 +1,4 @@
-"""Fused dense layers as differentiable functions of 2-D tensors. What they save belongs to autograd."""
+"""Fused dense layers and attention as differentiable functions. What they save belongs to autograd."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from moesaic import _core
 from moesaic.autograd import differentiable_once
 
-__all__ = ["Fusion", "fused_linear", "rows_of", "silu_mul"]
+__all__ = ["Fusion", "attention", "fused_linear", "rows_of", "silu_mul"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,50 @@ class _SiluMul(torch.autograd.Function):
         return _once((_core.silu_mul_backward(d_out.contiguous(), x),), (d_out, x))
 
 
+class _Attention(torch.autograd.Function):
+    """Saves its arguments, the result, and two numbers of each query and head; not the probabilities."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        heads: int,
+        key_heads: int,
+        scale: float,
+        causal: bool,
+    ) -> torch.Tensor:
+        out, statistics = _core.attention(q, k, v, heads, scale, bias, key_heads, causal, True)
+        ctx.save_for_backward(q, k, v, out, statistics, bias)
+        ctx.plain = (heads, key_heads, scale, causal)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, statistics, bias = saved = ctx.saved_tensors
+        heads, key_heads, scale, causal = ctx.plain
+        rows = _core.attention_backward(
+            d_out.contiguous().view(q.shape),
+            q,
+            k,
+            v,
+            out.view(q.shape),
+            statistics,
+            heads,
+            scale,
+            bias,
+            key_heads,
+            causal,
+        )
+        grads = [
+            grad.view(tensor.shape) if needed else None
+            for grad, tensor, needed in zip(rows, (q, k, v), ctx.needs_input_grad, strict=False)
+        ]
+        return _once((*grads, None, None, None, None, None), (d_out, *saved))
+
+
 def _once(
     grads: tuple[torch.Tensor | None, ...], inputs: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
@@ -175,3 +219,30 @@ def silu_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         result: torch.Tensor = _SiluMul.apply(x)  # type: ignore[no-untyped-call]
         return result
     return _core.silu_mul(x, out)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    heads: int,
+    key_heads: int,
+    scale: float,
+    causal: bool,
+) -> torch.Tensor:
+    """``softmax(scale q k^T + bias) v`` head by head.
+
+    Args:
+        q: ``[B, T, heads D]``, bf16; `k` and `v` are ``[B, S, key_heads D]``.
+        bias: ``[B, S]``, or None.
+
+    Returns:
+        ``[B T, heads D]``.
+    """
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        result: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, bias, heads, key_heads, scale, causal
+        )
+        return result
+    return _core.attention(q, k, v, heads, scale, bias, key_heads, causal)

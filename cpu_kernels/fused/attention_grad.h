@@ -1,0 +1,30 @@
+// Gradients of attention (attention.h) on a thread pool, from what its forward left: no matrix of all scores is kept.
+//
+// With p the probabilities, again from q and k, and the sums over the keys s, the queries t and, of d_k and d_v, the heads that
+// share them:
+//   d_p[t][s] = d_out[t] . v[s]      d_e[t][s] = scale p[t][s] (d_p[t][s] - d_out[t] . out[t])
+//   d_q[t] = sum of d_e[t][s] k[s]   d_k[s] = sum of d_e[t][s] q[t]   d_v[s] = sum of p[t][s] d_out[t]
+//
+// (FlashAttention, https://arxiv.org/abs/2205.14135, algorithm 4.) A task takes a head; the last one that is done with the
+// heads that share keys adds their d_k and d_v up, in their order. Nothing of it depends on the number of threads.
+#pragma once
+
+#include "cpu_kernels/fused/attention.h"
+
+namespace moesaic::fused {
+
+/// Views as in AttentionArgs, bf16.
+struct AttentionGradArgs {
+  AttentionArgs forward;  ///< as it was, with out, most and inverse_sums
+  TensorView d_out;       ///< [B, T, heads D]
+  TensorView d_q;         ///< [B, T, heads D]
+  TensorView d_k;         ///< [B, S, key heads D]
+  TensorView d_v;         ///< [B, S, key heads D]
+};
+
+/// Sums are fp32; p and d_e are rounded to bf16 where they are multiplied, and so are the results. NaN passes through as in
+/// forward. Waits for its end and may be called from several threads. Throws std::invalid_argument naming the argument, before
+/// anything is computed; std::bad_alloc.
+void AttentionGrad(const AttentionGradArgs& args, threadpool::Pool& pool);
+
+}  // namespace moesaic::fused

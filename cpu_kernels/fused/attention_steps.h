@@ -1,0 +1,83 @@
+// Steps that attention of many queries and its gradients share. Not for others.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu_kernels/fused/attention.h"
+#include "cpu_kernels/fused/ranges.h"
+#include "cpu_kernels/kernels.h"
+
+namespace moesaic::fused {
+
+/// Throws std::invalid_argument naming what does not fit, `out` included.
+void Check(const AttentionArgs& args);
+
+/// Heads of queries to one of keys.
+inline std::int64_t HeadsTogether(const AttentionArgs& args) { return args.key_heads == 0 ? 1 : args.heads / args.key_heads; }
+
+/// The rows of one head, as kernels take them.
+struct HeadRows {
+  const TensorView& view;
+  std::int64_t batch, first_column, columns;
+
+  BFloat16* Row(std::int64_t row) const {
+    return static_cast<BFloat16*>(view.data) + batch * view.stride[0] + row * view.stride[1] + first_column;
+  }
+
+  /// Brings rows to L2: they lie too far apart for the hardware to run ahead.
+  void Fetch(std::int64_t first, std::int64_t count) const {
+    for (std::int64_t i = first; i < first + count; ++i) {
+      for (std::int64_t c = 0; c < columns; c += kTileColumns) __builtin_prefetch(Row(i) + c, 0, 2);
+    }
+  }
+
+  /// Rows [first, first + count) as tiles.
+  /// @param pack      has the orders that are wanted; of row pairs whole tiles of 32 rows are filled, in all orders
+  /// @param pointers  memory for `count`
+  void Pack(const KernelTier& kernels, std::int64_t first, std::int64_t count, PackRowsArgs pack, const void** pointers) const {
+    const FusedRange range(FusedStage::kPack, 0.0, 4.0 * static_cast<double>(count * columns));
+    for (std::int64_t i = 0; i < count; ++i) pointers[i] = Row(first + i);
+    pack.rows = pointers;
+    pack.dtype = DType::kBFloat16;
+    pack.count = count;
+    pack.columns = columns;
+    pack.panels = RoundUp(count, pack.row_pairs.data != nullptr ? kTileColumns : kPanelRows) / kPanelRows;
+    pack.tile_columns = CeilDiv(columns, kTileColumns);
+    kernels.pack_rows(pack);
+  }
+
+  /// in[i][c] to rows from `first` on, rounded.
+  void Store(const KernelTier& kernels, const float* in, std::int64_t ld, std::int64_t first, std::int64_t count) const {
+    StoreRowsArgs store;
+    store.in = in;
+    store.ld = ld;
+    store.rows = count;
+    store.columns = columns;
+    store.out = Row(first);
+    store.dtype = DType::kBFloat16;
+    store.out_stride = view.stride[1];
+    kernels.store_rows(store);
+  }
+};
+
+/// c (+)= left right, of whole tiles: so many panels of left as it has.
+/// @param flops  those of them that count
+inline void Multiply(const KernelTier& kernels, FusedStage stage, const TileMatrix& left, const TileMatrix& right, double flops,
+                     float* c, std::int64_t ldc, bool accumulate = false) {
+  const FusedRange range(stage, flops, 0.0);
+  const GradientSegment segment{left, right};
+  GradientGemmArgs gemm;
+  gemm.segments = {&segment, 1};
+  gemm.panels = left.panels;
+  gemm.c = c;
+  gemm.ldc = ldc;
+  gemm.accumulate = accumulate;
+  kernels.gradient_gemm(gemm);
+}
+
+/// Of a product of [rows][depth] with [depth][columns].
+inline double Flops(std::int64_t rows, std::int64_t columns, std::int64_t depth) {
+  return 2.0 * static_cast<double>(rows * columns * depth);
+}
+
+}  // namespace moesaic::fused
