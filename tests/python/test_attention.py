@@ -291,7 +291,7 @@ def test_gradients_with_what_autograd_offers() -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     (d_q,) = torch.autograd.grad(functional.attention(*leaves).sum(), leaves[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="moesaic.nn.functional"):
+    with pytest.raises(RuntimeError, match="only once"):
         d_q.sum().backward()
     out = functional.attention(*leaves)
     with torch.no_grad():

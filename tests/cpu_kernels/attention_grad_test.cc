@@ -1,0 +1,271 @@
+// The kernels of attention's gradients on every tier against formulas in double, and the gradients on a pool.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+#include "cpu_kernels/fused/attention_grad.h"
+#include "tests/cpu_kernels/rows.h"
+#include "tests/cpu_kernels/tiles.h"
+#include "threadpool/pool.h"
+
+namespace moesaic {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+class AttentionGradKernelsTest : public TierTest {};
+
+/// Memory for a matrix of tiles, all of it NaN.
+class PoisonedTiles {
+ public:
+  explicit PoisonedTiles(TileMatrix matrix)
+      : memory_(matrix.size() * static_cast<std::int64_t>(sizeof(BFloat16))), matrix_(matrix) {
+    matrix_.data = memory_.As<BFloat16>();
+  }
+  const TileMatrix& matrix() const { return matrix_; }
+  float Operand(std::int64_t row, std::int64_t column) const {
+    return At(row / kPanelRows, column / kTileColumns,
+              PositionInTile(Order::kOperand, row % kPanelRows, column % kTileColumns));
+  }
+  float RowPair(std::int64_t row, std::int64_t column) const {
+    return At(column / kPanelRows, row / kTileColumns,
+              PositionInTile(Order::kRowPairs, row % kTileColumns, column % kPanelRows));
+  }
+
+ private:
+  float At(std::int64_t panel, std::int64_t column, std::int64_t place) const {
+    return ToFloat(matrix_.Tile(panel, column)[place]);
+  }
+
+  PoisonedBuffer memory_;
+  TileMatrix matrix_;
+};
+
+TEST_P(AttentionGradKernelsTest, SoftmaxGrad) {
+  constexpr std::int64_t kColumns = 96, kCounted = 75;
+  constexpr float kScale = 0.7f;
+  std::mt19937_64 random(21);
+  for (const std::int64_t rows : {1, 5, 16, 19, 40}) {
+    for (const std::int64_t first : {-rows, std::int64_t{0}, std::int64_t{7}, std::int64_t{31}, std::int64_t{64}}) {
+      for (const bool biased : {false, true}) {
+        Dense x = RandomValues(rows, kColumns, random), d_power = RandomValues(rows, kColumns, random);
+        Dense bias = RandomValues(1, rows, random), most = RandomValues(1, kColumns, random);
+        Dense inverse = RandomValues(1, kColumns, random), delta = RandomValues(1, kColumns, random);
+        if (rows > 1) bias(0, 1) = -kInfinity;
+        for (std::int64_t c = 0; c < kColumns; ++c) {
+          inverse(0, c) = std::fabs(inverse(0, c));
+          if (c >= kCounted) {
+            most(0, c) = kInfinity;
+            inverse(0, c) = delta(0, c) = 0.0f;
+          }
+          for (std::int64_t r = 0; r < rows; ++r) {
+            if (c < first + r) x(r, c) = d_power(r, c) = std::numeric_limits<float>::quiet_NaN();
+          }
+        }
+        const Rows x_rows(DType::kFloat32, x, kColumns + 3), d_power_rows(DType::kFloat32, d_power, kColumns + 3);
+        const PoisonedTiles power(TileMatrix::Activations(nullptr, rows, kColumns));
+        const PoisonedTiles d_x(TileMatrix::Activations(nullptr, rows, kColumns));
+        const PoisonedTiles d_x_pairs(TileMatrix::RowPairs(nullptr, rows, kColumns));
+        SoftmaxGradArgs args;
+        args.x = static_cast<const float*>(x_rows.data());
+        args.d_power = static_cast<const float*>(d_power_rows.data());
+        args.ld = x_rows.stride();
+        args.rows = rows;
+        args.columns = kColumns;
+        args.scale = kScale;
+        args.bias = biased ? bias.values.data() : nullptr;
+        args.most = most.values.data();
+        args.inverse_sums = inverse.values.data();
+        args.delta = delta.values.data();
+        args.first = first;
+        args.power = power.matrix();
+        args.d_x = d_x.matrix();
+        args.d_x_pairs = d_x_pairs.matrix();
+        tier_->fused.softmax_grad(args);
+        for (std::int64_t r = 0; r < RoundUp(rows, kTileColumns); ++r) {
+          for (std::int64_t c = 0; c < kColumns; ++c) {
+            double p = 0, gradient = 0, magnitude = 0;
+            if (r < rows && c < kCounted && c >= first + r) {
+              const double score = static_cast<double>(kScale) * x(r, c);
+              p = biased ? std::exp(score + bias(0, r) - most(0, c)) : std::exp(score - most(0, c) * std::log(2.0));
+              p *= inverse(0, c);
+              gradient = p * (static_cast<double>(kScale) * d_power(r, c) - delta(0, c));
+              magnitude = p * (std::fabs(kScale * d_power(r, c)) + std::fabs(delta(0, c)));
+            }
+            // Within 1e-4 before they were rounded, by half a step of bf16; 1e-36: what is as good as zero.
+            const double allowed = 1e-36 + 1e-6 * magnitude + (1e-4 + 0x1p-8) * std::fabs(gradient);
+            ASSERT_NEAR(d_x_pairs.RowPair(r, c), gradient, allowed) << rows << " rows from " << first << ", " << r << ", " << c;
+            if (r >= RoundUp(rows, kPanelRows)) continue;
+            ASSERT_NEAR(power.Operand(r, c), p, 1e-36 + (1e-4 + 0x1p-8) * p) << rows << " rows, " << r << ", " << c;
+            ASSERT_EQ(d_x.Operand(r, c), d_x_pairs.RowPair(r, c)) << rows << " rows, " << r << ", " << c;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(AttentionGradKernelsTest, RowDots) {
+  std::mt19937_64 random(22);
+  for (const std::int64_t columns : {1, 16, 20, 130}) {
+    const Dense a = RandomIntegers(3, columns, random), b = RandomIntegers(3, columns, random);
+    const Rows a_rows(DType::kBFloat16, a, columns + 1), b_rows(DType::kBFloat16, b, columns + 5);
+    float out[3];
+    tier_->fused.row_dots({static_cast<const BFloat16*>(a_rows.data()), a_rows.stride(),
+                           static_cast<const BFloat16*>(b_rows.data()), b_rows.stride(), 3, columns, 0.5f, out});
+    for (std::int64_t r = 0; r < 3; ++r) {
+      float sum = 0;
+      for (std::int64_t c = 0; c < columns; ++c) sum += a(r, c) * b(r, c);
+      ASSERT_EQ(out[r], 0.5f * sum) << columns << " columns, row " << r;
+    }
+  }
+}
+
+MOESAIC_TEST_ON_EVERY_TIER(AttentionGradKernelsTest);
+
+/// Two sequences whose heads share keys two by two; more queries and keys than a block has.
+class AttentionGradTest : public ::testing::Test {
+ protected:
+  static constexpr std::int64_t kBatch = 2, kHeads = 4, kKeyHeads = 2, kQueries = 300, kKeys = 331, kSize = 40;
+  static constexpr std::int64_t kColumns = kHeads * kSize, kKeyColumns = kKeyHeads * kSize;
+  static constexpr double kScale = 0.2;
+
+  static TensorView OfSequences(const Rows& rows, std::int64_t count, std::int64_t columns) {
+    return {rows.data(), DType::kBFloat16, 3, {kBatch, count, columns}, {count * rows.stride(), rows.stride(), 1}};
+  }
+
+  /// In double, with the sums that one head of queries adds.
+  void Expect(bool causal) {
+    d_q_ = Dense(kBatch * kQueries, kColumns);
+    d_k_ = Dense(kBatch * kKeys, kKeyColumns);
+    d_v_ = Dense(kBatch * kKeys, kKeyColumns);
+    for (std::int64_t row = 0; row < kBatch * kQueries; ++row) {
+      const std::int64_t first = row / kQueries * kKeys;
+      const std::int64_t seen = causal ? kKeys - kQueries + row % kQueries + 1 : kKeys;
+      for (std::int64_t head = 0; head < kHeads; ++head) {
+        const std::int64_t c0 = head * kSize, k0 = head / 2 * kSize;
+        std::vector<double> p, d_p;
+        double sum = 0, delta = 0;
+        for (std::int64_t s = first; s < first + seen; ++s) {
+          double score = 0, d = 0;
+          for (std::int64_t c = 0; c < kSize; ++c) {
+            score += static_cast<double>(q(row, c0 + c)) * k(s, k0 + c);
+            d += static_cast<double>(d_out(row, c0 + c)) * v(s, k0 + c);
+          }
+          p.push_back(std::exp(kScale * score + bias[static_cast<std::size_t>(s)]));
+          d_p.push_back(d);
+          sum += p.back();
+        }
+        for (std::size_t s = 0; s < p.size(); ++s) delta += (p[s] /= sum) * d_p[s];
+        for (std::size_t s = 0; s < p.size(); ++s) {
+          const double d_score = kScale * p[s] * (d_p[s] - delta);
+          const std::int64_t key = first + static_cast<std::int64_t>(s);
+          for (std::int64_t c = 0; c < kSize; ++c) {
+            d_q_(row, c0 + c) += static_cast<float>(d_score * k(key, k0 + c));
+            d_k_(key, k0 + c) += static_cast<float>(d_score * q(row, c0 + c));
+            d_v_(key, k0 + c) += static_cast<float>(p[s] * d_out(row, c0 + c));
+          }
+        }
+      }
+    }
+  }
+
+  static void ExpectNear(const Rows& got, const Dense& expected, const char* name) {
+    double difference = 0, norm = 0;
+    for (std::int64_t r = 0; r < expected.rows; ++r) {
+      for (std::int64_t c = 0; c < expected.cols; ++c) {
+        const double d = static_cast<double>(got(r, c)) - expected(r, c);
+        difference += d * d;
+        norm += static_cast<double>(expected(r, c)) * expected(r, c);
+      }
+    }
+    EXPECT_LT(std::sqrt(difference / norm), 5e-3) << name;
+    got.ExpectGapsUntouched();
+  }
+
+  std::mt19937_64 random{23};
+  const Dense q = RandomValues(kBatch * kQueries, kColumns, random), k = RandomValues(kBatch * kKeys, kKeyColumns, random),
+              v = RandomValues(kBatch * kKeys, kKeyColumns, random), d_out = RandomValues(kBatch * kQueries, kColumns, random);
+  const Rows q_rows{DType::kBFloat16, q, kColumns + 1}, k_rows{DType::kBFloat16, k, kKeyColumns + 4},
+      v_rows{DType::kBFloat16, v, kKeyColumns}, d_out_rows{DType::kBFloat16, d_out, kColumns + 2};
+  std::vector<float> bias = std::vector<float>(kBatch * kKeys, 0.0f);
+  Dense d_q_, d_k_, d_v_;
+};
+
+TEST_F(AttentionGradTest, OnAnyNumberOfThreads) {
+  for (std::size_t s = 1; s < bias.size(); s += 5) bias[s] = -kInfinity;
+  for (const bool causal : {false, true}) {
+    Expect(causal);
+    std::vector<Rows> results;
+    for (const int threads : {1, 5, 11}) {
+      threadpool::Pool pool(threads);
+      const Rows out(DType::kBFloat16, kBatch * kQueries, kColumns, kColumns + 3);
+      std::vector<float> most(static_cast<std::size_t>(kBatch * kHeads * kQueries)), inverse_sums(most);
+      fused::AttentionGradArgs args;
+      args.forward = {OfSequences(q_rows, kQueries, kColumns),
+                      OfSequences(k_rows, kKeys, kKeyColumns),
+                      OfSequences(v_rows, kKeys, kKeyColumns),
+                      kHeads,
+                      static_cast<float>(kScale),
+                      bias.data(),
+                      OfSequences(out, kQueries, kColumns),
+                      kKeyHeads,
+                      causal,
+                      most.data(),
+                      inverse_sums.data()};
+      fused::Attention(args.forward, pool);
+      results.emplace_back(DType::kBFloat16, kBatch * kQueries, kColumns, kColumns + 7);
+      results.emplace_back(DType::kBFloat16, kBatch * kKeys, kKeyColumns, kKeyColumns + 5);
+      results.emplace_back(DType::kBFloat16, kBatch * kKeys, kKeyColumns, kKeyColumns);
+      const std::size_t at = results.size() - 3;
+      args.d_out = OfSequences(d_out_rows, kQueries, kColumns);
+      args.d_q = OfSequences(results[at], kQueries, kColumns);
+      args.d_k = OfSequences(results[at + 1], kKeys, kKeyColumns);
+      args.d_v = OfSequences(results[at + 2], kKeys, kKeyColumns);
+      fused::AttentionGrad(args, pool);
+    }
+    const Dense* const expected[] = {&d_q_, &d_k_, &d_v_};
+    const char* const names[] = {"d_q", "d_k", "d_v"};
+    for (std::size_t i = 0; i < results.size(); ++i) {
+      const Dense& right = *expected[i % 3];
+      if (i < 3) ExpectNear(results[i], right, names[i]);
+      for (std::int64_t r = 0; r < right.rows; ++r) {
+        for (std::int64_t c = 0; c < right.cols; ++c) ASSERT_EQ(results[i](r, c), results[i % 3](r, c)) << names[i % 3];
+      }
+    }
+  }
+}
+
+TEST_F(AttentionGradTest, RefusesWhatDoesNotFit) {
+  threadpool::Pool pool(1);
+  const TensorView queries = OfSequences(q_rows, kQueries, kColumns), keys = OfSequences(k_rows, kKeys, kKeyColumns);
+  std::vector<float> saved(static_cast<std::size_t>(kBatch * kHeads * kQueries));
+  const auto refused = [&](auto change) {
+    fused::AttentionGradArgs args{
+        {queries, keys, keys, kHeads, 1.0f, nullptr, queries, kKeyHeads, false, saved.data(), saved.data()},
+        queries,
+        queries,
+        keys,
+        keys};
+    change(args);
+    EXPECT_THROW(fused::AttentionGrad(args, pool), std::invalid_argument);
+  };
+  refused([](auto& args) { args.forward.heads = 3; });
+  refused([](auto& args) { args.forward.out.shape[1] = 3; });
+  refused([](auto& args) { args.forward.most = nullptr; });
+  refused([](auto& args) { args.forward.inverse_sums = nullptr; });
+  refused([](auto& args) { args.d_out.shape[2] = 80; });
+  refused([](auto& args) { args.d_q.dtype = DType::kFloat32; });
+  refused([](auto& args) { args.d_k.shape[1] = kQueries; });
+  refused([](auto& args) { args.d_v.stride[2] = 2; });
+  refused([](auto& args) {
+    for (TensorView* view : {&args.forward.q, &args.forward.out, &args.d_out, &args.d_q}) view->shape[1] = 0;
+  });
+}
+
+}  // namespace
+}  // namespace moesaic
