@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "cpu_kernels/fused/attention_steps.h"
 #include "cpu_kernels/fused/checks.h"
@@ -16,8 +17,6 @@ using threadpool::Pool;
 
 /// Queries of a block, at most.
 constexpr std::int64_t kMostQueries = 64;
-/// Rows of keys and of values that are fetched before they are packed: the kernel itself runs ahead from there.
-constexpr std::int64_t kRowsAhead = 128;
 /// Bytes of a thread's scratch memory that stay for the next call, at most: very many keys take more.
 constexpr std::int64_t kMostKept = 4 << 20;
 
@@ -48,9 +47,11 @@ class AttentionRun {
     Take(one);
     const std::int64_t bytes = one.used();
     const Scratch scratch(pool_.num_threads() * bytes, bytes <= kMostKept);
+    packed_.assign(static_cast<std::size_t>(pool_.num_threads()), {});
     pool_.ParallelFor(args_.q.shape[0] * args_.heads * parts_, [&](std::int64_t i, int worker) {
       Carver carver(scratch.data() + worker * bytes);
-      Head(i / parts_ / args_.heads, i / parts_ % args_.heads, i % parts_, Take(carver));
+      Head(i / parts_ / args_.heads, i / parts_ % args_.heads, i % parts_, Take(carver),
+           packed_[static_cast<std::size_t>(worker)]);
     });
   }
 
@@ -84,22 +85,25 @@ class AttentionRun {
     return memory;
   }
 
-  void Head(std::int64_t batch, std::int64_t head, std::int64_t part, const Memory& memory) const {
+  /// The keys and values that lie in a worker's memory: how many, and whose.
+  struct Packed {
+    std::int64_t group = -1, count = 0;
+  };
+
+  void Head(std::int64_t batch, std::int64_t head, std::int64_t part, const Memory& memory, Packed& packed) const {
     const std::int64_t column = head * head_size_, key_column = head / heads_together_ * head_size_;
     const HeadRows q{args_.q, batch, column, head_size_}, out{args_.out, batch, column, head_size_};
-    const HeadRows k{args_.k, batch, key_column, head_size_}, v{args_.v, batch, key_column, head_size_};
     const float* const bias = args_.bias == nullptr ? nullptr : args_.bias + batch * keys_;
     const std::int64_t begin = part * blocks_of_part_ * block_, end = std::min(begin + blocks_of_part_ * block_, queries_);
     const std::int64_t needed = args_.causal ? keys_ - queries_ + end : keys_;
-    k.Fetch(0, std::min(needed, kRowsAhead));
-    v.Fetch(0, std::min(needed, kRowsAhead));
-    PackRowsArgs pairs, row_pairs, stored;
-    pairs.pairs = memory.keys;
-    row_pairs.row_pairs = memory.values;
-    stored.stored = memory.queries;
-    k.Pack(kernels_, 0, needed, pairs, memory.rows);
+    const std::int64_t group = (batch * args_.heads + head) / heads_together_;
     q.Fetch(begin, std::min(block_, end - begin));
-    v.Pack(kernels_, 0, needed, row_pairs, memory.rows);
+    if (packed.group != group || packed.count < needed) {
+      packed = {group, needed};
+      PackKeys(batch, key_column, needed, memory);
+    }
+    PackRowsArgs stored;
+    stored.stored = memory.queries;
     for (std::int64_t first = begin; first < end; first += block_) {
       const std::int64_t rows = std::min(block_, end - first);
       q.Pack(kernels_, first, rows, stored, memory.rows);
@@ -119,6 +123,17 @@ class AttentionRun {
       out.Store(kernels_, memory.out, ld_out_, first, rows);
     }
     FinishStores();
+  }
+
+  void PackKeys(std::int64_t batch, std::int64_t column, std::int64_t count, const Memory& memory) const {
+    const HeadRows k{args_.k, batch, column, head_size_}, v{args_.v, batch, column, head_size_};
+    k.Fetch(0, std::min(count, kRowsAhead));
+    v.Fetch(0, std::min(count, kRowsAhead));
+    PackRowsArgs pairs, row_pairs;
+    pairs.pairs = memory.keys;
+    row_pairs.row_pairs = memory.values;
+    k.Pack(kernels_, 0, count, pairs, memory.rows);
+    v.Pack(kernels_, 0, count, row_pairs, memory.rows);
   }
 
   /// Scores become powers, rounded to bf16 tiles. What divides them comes after the product: the largest power is 1 to the last
@@ -148,6 +163,7 @@ class AttentionRun {
   const std::int64_t queries_, keys_, head_size_, heads_together_, ld_scores_, ld_out_;
   const KernelTier& kernels_ = ChosenKernels();
   std::int64_t block_ = 0, parts_ = 0, blocks_of_part_ = 0;
+  std::vector<Packed> packed_;  ///< of each worker
 };
 
 }  // namespace

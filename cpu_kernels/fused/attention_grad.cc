@@ -19,7 +19,8 @@ namespace {
 using threadpool::Pool;
 
 /// Queries and keys of a block. Its scores and their gradients, and the tiles of both, stay in L2.
-constexpr std::int64_t kQueries = 256, kKeys = 128, kKeysOfSmallL2 = 64;
+const std::int64_t kQueries = getenv("QB") ? atoi(getenv("QB")) : 256;
+constexpr std::int64_t kKeys = 128, kKeysOfSmallL2 = 64;
 constexpr std::int64_t kSmallL2 = 1536 << 10;
 /// Bytes of scratch memory that stay for the next call, at most.
 constexpr std::int64_t kMostKept = 64 << 20;
@@ -47,7 +48,7 @@ class AttentionGradRun {
         keys_(forward_.k.shape[1]),
         head_size_(forward_.q.shape[2] / forward_.heads),
         heads_together_(HeadsTogether(forward_)),
-        key_block_(HostCaches().l2 < kSmallL2 ? kKeysOfSmallL2 : kKeys),
+        key_block_(getenv("KB") ? atoi(getenv("KB")) : HostCaches().l2 < kSmallL2 ? kKeysOfSmallL2 : kKeys),
         sums_of_part_(RoundUp(keys_, kPanelRows) * ld_),
         left_(static_cast<std::size_t>(forward_.q.shape[0] * forward_.heads / heads_together_), heads_together_),
         slot_of_(left_.size(), -1) {}
@@ -63,13 +64,14 @@ class AttentionGradRun {
     const std::int64_t bytes = all_slots + pool_.num_threads() * one.used();
     const Scratch scratch(bytes, bytes <= kMostKept);
     sums_ = reinterpret_cast<float*>(scratch.data());
+    packed_.assign(static_cast<std::size_t>(pool_.num_threads()), -1);
     std::atomic<std::int64_t> next{0};
     pool_.ParallelFor(heads, [&](std::int64_t, int worker) {
       Carver carver(scratch.data() + all_slots + worker * one.used());
       // In their order, whichever thread comes: few groups are begun and not done.
       const std::int64_t head = next.fetch_add(1), group = head / heads_together_;
       const std::int64_t slot = Begin(group);
-      Head(head, slot, Take(carver));
+      Head(head, slot, Take(carver), packed_[static_cast<std::size_t>(worker)]);
       if (!End(group)) return;
       Merge(group, slot);
       const std::lock_guard lock(mutex_);
@@ -144,16 +146,15 @@ class AttentionGradRun {
   }
 
   /// Head `index` of all sequences.
-  void Head(std::int64_t index, std::int64_t slot, const Memory& memory) const {
+  /// @param packed  the group whose keys and values lie in `memory`
+  void Head(std::int64_t index, std::int64_t slot, const Memory& memory, std::int64_t& packed) const {
     const std::int64_t batch = index / forward_.heads, head = index % forward_.heads;
     const std::int64_t column = head * head_size_, key_column = head / heads_together_ * head_size_;
-    const HeadRows k{forward_.k, batch, key_column, head_size_}, v{forward_.v, batch, key_column, head_size_};
-    PackRowsArgs stored;
-    stored.stored = memory.keys;
-    k.Pack(kernels_, 0, keys_, stored, memory.rows);
-    TransposeKeys(memory);
-    stored.stored = memory.values;
-    v.Pack(kernels_, 0, keys_, stored, memory.rows);
+    HeadRows{forward_.q, batch, column, head_size_}.Fetch(0, std::min(kRowsAhead, queries_));
+    if (packed != index / heads_together_) {
+      packed = index / heads_together_;
+      PackKeys(batch, key_column, memory);
+    }
     for (std::int64_t first = 0; first < queries_; first += kQueries) {
       const std::int64_t count = std::min(kQueries, queries_ - first);
       PackQueries(batch, column, first, count, index * queries_ + first, memory);
@@ -168,15 +169,20 @@ class AttentionGradRun {
     FinishStores();
   }
 
-  /// Their tiles once more, as the left factor of d_q.
-  void TransposeKeys(const Memory& memory) const {
+  /// Keys and values; the keys once more, as the left factor of d_q.
+  void PackKeys(std::int64_t batch, std::int64_t column, const Memory& memory) const {
+    PackRowsArgs stored;
+    stored.stored = memory.values;
+    HeadRows{forward_.v, batch, column, head_size_}.Pack(kernels_, 0, keys_, stored, memory.rows);
+    stored.stored = memory.keys;
+    HeadRows{forward_.k, batch, column, head_size_}.Pack(kernels_, 0, keys_, stored, memory.rows);
     const FusedRange range(FusedStage::kPack, 0.0, 4.0 * static_cast<double>(keys_ * head_size_));
-    for (std::int64_t column = 0; column < memory.keys.columns; ++column) {
+    for (std::int64_t c = 0; c < memory.keys.columns; ++c) {
       TransposePairsArgs transpose;
       transpose.pairs = memory.keys;
       transpose.stored = true;
-      transpose.column = column;
-      transpose.transposed = FromPanel(memory.keys_t, 2 * column, 2);
+      transpose.column = c;
+      transpose.transposed = FromPanel(memory.keys_t, 2 * c, 2);
       kernels_.transpose_pairs(transpose);
     }
   }
@@ -189,10 +195,13 @@ class AttentionGradRun {
     PackRowsArgs orders;
     orders.pairs = memory.queries;
     orders.row_pairs = memory.queries_t;
+    d_out.Fetch(first, std::min(count, kRowsAhead));
     q.Pack(kernels_, first, count, orders, memory.rows);
     orders.pairs = memory.d_out;
     orders.row_pairs = memory.d_out_t;
+    out.Fetch(first, count);
     d_out.Pack(kernels_, first, count, orders, memory.rows);
+    q.Fetch(first + count, std::min(kRowsAhead, queries_ - first - count));
     const FusedRange range(FusedStage::kBackwardSoftmax, 0.0, 4.0 * static_cast<double>(count * head_size_));
     kernels_.fused.row_dots({d_out.Row(first), args_.d_out.stride[1], out.Row(first), forward_.out.stride[1], count, head_size_,
                              forward_.scale, memory.delta});
@@ -282,7 +291,7 @@ class AttentionGradRun {
     FinishStores();
   }
 
-  static constexpr std::int64_t kLdBlock = SumsPitch(kQueries);
+  const std::int64_t kLdBlock = SumsPitch(kQueries);
 
   const AttentionGradArgs& args_;
   const AttentionArgs& forward_;
@@ -292,6 +301,7 @@ class AttentionGradRun {
   const std::int64_t sums_of_part_;
   const KernelTier& kernels_ = ChosenKernels();
   float* sums_ = nullptr;
+  std::vector<std::int64_t> packed_;  ///< of each worker: the group whose keys and values it has packed; -1: none
   std::mutex mutex_;                   ///< of all below
   std::vector<std::int64_t> left_;     ///< heads of each group that are not done
   std::vector<std::int64_t> slot_of_;  ///< of each group; -1: not begun

@@ -15,6 +15,9 @@ void Check(const AttentionArgs& args);
 /// Heads of queries to one of keys.
 inline std::int64_t HeadsTogether(const AttentionArgs& args) { return args.key_heads == 0 ? 1 : args.heads / args.key_heads; }
 
+/// Rows that are fetched before they are packed: the kernel itself runs ahead from there.
+inline constexpr std::int64_t kRowsAhead = 128;
+
 /// The rows of one head, as kernels take them.
 struct HeadRows {
   const TensorView& view;
