@@ -290,6 +290,36 @@ def test_attention_of_a_decoder_with_a_cache(padded: bool, prompt: int, engine_a
     assert error(logits["fused"], logits["exact"]) < 1.2 * error(logits["stock"], logits["exact"])
 
 
+@pytest.mark.parametrize("make", [bert, qwen3_moe])
+def test_under_autocast(make: Callable[[], nn.Module], engine_attention: list[torch.Size]) -> None:
+    """To the model's own dtype, as TRL trains: nothing changes."""
+    model = make().eval()
+    given = {"input_ids": torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))}
+    results = {}
+    for way in ("exact", "stock", "fused"):
+        if way == "stock":
+            model.bfloat16()
+        if way == "fused":
+            moesaic.hf.fuse(model)
+            operators = [m.__dict__["forward"] for m in model.modules() if "forward" in m.__dict__]
+            for operator in operators:
+                if type(operator).__name__ != "Head":  # which trains here
+                    operator.stock = None  # not called
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way != "exact"):
+            out = output(model, given)
+        objective(out).backward()
+        grad = next(p.grad for n, p in model.named_parameters() if "embed" in n and p.grad is not None)
+        results[way] = torch.cat([out.detach().double().flatten(), grad.double().flatten()])
+    assert len(engine_attention) == 2 and operators
+    assert error(results["fused"], results["exact"]) < 1.2 * error(results["stock"], results["exact"])
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        moesaic.hf.attention.attention_forward(
+            nn.Module(), *(torch.randn(1, 2, 24, 32).bfloat16() for _ in range(3)), None
+        )
+    assert len(engine_attention) == 2
+
+
 def test_attention_whose_name_says_more(engine_attention: list[torch.Size]) -> None:
     """Falcon compares the name itself, and would go another way with the engine's."""
     from transformers import FalconConfig, FalconForCausalLM

@@ -1,4 +1,4 @@
-"""Attention of encoders, and of decoders that generate, in transformers by the engine.
+"""Attention of encoders and of decoders in transformers by the engine.
 
 transformers looks up by name, in each call, the function that computes a layer's attention: the name is in the layer's
 configuration. A served layer has a copy of that with the engine's name; masks are made as before.
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moesaic.hf.operators import autocast_keeps
 from moesaic.nn import functional
 from moesaic.nn.attention import is_served
 
@@ -86,7 +87,7 @@ def attention_forward(
 
 
 def _may_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+    if torch.compiler.is_compiling() or not autocast_keeps(query.dtype):
         return False
     if any(not t.is_cpu or t.dtype != query.dtype or t.dim() != 4 for t in (query, key, value)):
         return False

@@ -63,15 +63,16 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
 
     BERT's and RoBERTa's output layers (dense, residual, LayerNorm) and intermediate layers (dense, GELU), ViT's FFN,
     the dense FFN of decoders (gate, up, SiLU, down), layer and RMS norms, the projections of attention layers and,
-    where it does not train, to the vocabulary, and in bf16 the attention itself, where transformers is set to "sdpa":
-    of encoders, and of decoders that generate, prompts and single tokens (`moesaic.nn.functional.attention`). A
-    module's forward is replaced only if it and the operator agree on a probe; attention is looked up in each call by
-    transformers itself, and not probed. A module keeps its parameters and its state_dict; the packed weights are a
-    second copy, packed anew when the parameters change (as `moesaic.nn.PackedLinear` does). Adapters of PEFT, put on
-    before or after, are computed too.
+    where it does not train, to the vocabulary, and in bf16 the attention itself, where transformers is set to "sdpa",
+    of encoders and of decoders, that train or generate (`moesaic.nn.functional.attention`). A module's forward is
+    replaced only if it and the operator agree on a probe; attention is looked up in each call by transformers itself,
+    and not probed. A module keeps its parameters and its state_dict; the packed weights are a second copy, packed anew
+    when the parameters change (as `moesaic.nn.PackedLinear` does). Adapters of PEFT, put on before or after, are
+    computed too.
 
     In every call the module's own forward, or transformers' own attention, still runs where the operator may not:
-    dropout, autocast, torch.compile, another dtype or device, hooks on a layer inside, a variant of LoRA.
+    dropout, autocast to another dtype, torch.compile, another dtype or device, hooks on a layer inside, a variant of
+    LoRA.
 
     Args:
         model: a transformers model, or any module.

@@ -2,8 +2,8 @@
 in.
 
 An operator takes the place of one module's ``forward``. The module, its parameters and its state_dict stay as they are.
-In every call it looks whether it may compute what the module would (dropout, autocast, dtype, hooks, adapters); if not,
-the module's own forward does.
+In every call it looks whether it may compute what the module would (dropout, autocast to another dtype, hooks,
+adapters); if not, the module's own forward does.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ from moesaic.nn import PackedLinear, checked, functional
 from moesaic.nn.autograd import Fusion
 from moesaic.nn.linear import fingerprint
 
-__all__ = ["OPERATORS", "Operator"]
+__all__ = ["OPERATORS", "Operator", "autocast_keeps"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
+
+
+def autocast_keeps(dtype: torch.dtype) -> bool:
+    """Whether autocast, if it is on, computes what comes in `dtype` in `dtype`: norms, gates and activations keep what
+    they get, and products are taken in autocast's own."""
+    return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") == dtype
 
 
 class Operator(ABC):
@@ -92,12 +98,12 @@ class Operator(ABC):
         return sum(packed.weight_bytes for _, packed in self._packed.values())
 
     def _may_run(self, args: tuple[Any, ...]) -> bool:
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-            return False
         first = args[0] if args else None
         return (
-            isinstance(first, torch.Tensor)
+            not torch.compiler.is_compiling()
+            and isinstance(first, torch.Tensor)
             and first.is_cpu
+            and autocast_keeps(first.dtype)
             and first.dtype in _DTYPES
             and all(isinstance(a, torch.Tensor) and a.dtype == first.dtype for a in args[1:])
             and all(not _hooked(layer) for layer in self.module.children())
