@@ -244,6 +244,8 @@ def train(run: Run) -> None:
     emit("state", text="reading the data")
     rows = python_questions(run.seed) if run.data is None else read_rows(Path(run.data))
     model = with_lora(model, run)
+    if run.name == "moesaic":
+        emit("prepared", text=str(moesaic.hf.fuse(model)))
     trainer = make_trainer(run, model, tokenizer, rows, out / "trainer")
     trainer.remove_callback(PrinterCallback)
     emit("state", text="training", loaded_bytes=resident_bytes(), rows=len(rows))
