@@ -31,6 +31,8 @@ def test_document(capsys):
     experts, others, step = document["experts_ms"], document["others_ms"], document["step_ms"]
     assert experts["ratio"] == pytest.approx(experts["inside"]["median"] / experts["alone"]["median"])
     assert others["ratio"] == pytest.approx(others["with"]["median"] / others["without"]["median"])
+    fused = document["fused_step_ms"]
+    assert fused["min"] > 0 and fused["ratio"] == pytest.approx(step["median"] / fused["median"])
     assert 0 < experts["inside"]["max"] < step["max"] and experts["alone"]["min"] > 0
     assert 0 < others["with"]["min"] < step["min"] and others["without"]["min"] > 0
 
@@ -39,7 +41,7 @@ def test_for_people(capsys):
     arguments = "step --model tiny --tokens 8 --reps 1 --warmup 1 --threads 1"
     assert cli.main(["bench", *arguments.split()]) == 0
     text = capsys.readouterr().out
-    for word in ("experts inside", "experts alone", "with / without", "2 experts blocks"):
+    for word in ("experts inside", "experts alone", "with / without", "plain / fused", "2 experts blocks"):
         assert word in text
 
 

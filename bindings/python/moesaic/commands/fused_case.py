@@ -18,8 +18,8 @@ _EPS = 1e-12
 _VERIFIED_ROWS = 256
 _HEAD_DIM = 64
 """Of attention."""
-_DECODING = (32, 4, 128)
-"""Heads, heads of keys and numbers of a head, of one query to a cache."""
+_DECODER = (32, 4, 128)
+"""Heads, heads of keys and numbers of a head, of a decoder that trains and of one query to a cache."""
 _DRAWN_ROWS = 8192
 
 
@@ -28,7 +28,7 @@ class Case:
     """One operator on one shape: `rows` x `k` to `rows` x `n`."""
 
     name: str
-    kind: str  #: "add_layernorm", "gelu", "layernorm", "rmsnorm", "silu_mul", "attention", "decoding"
+    kind: str  #: "add_layernorm", "gelu", "layernorm", "rmsnorm", "silu_mul", "attention", "training", "decoding"
     rows: int
     n: int
     k: int
@@ -42,9 +42,11 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of the GEMM, or of both products of attention."""
+        """Of the GEMM, or of attention's products: two, and five of its gradients."""
         if self.kind == "attention":
             return 4 * self.rows * self.sequence * self.n
+        if self.kind == "training":  # causal: half of each
+            return 7 * self.rows * self.sequence * self.n
         if self.kind == "decoding":
             return 4 * self.rows * self.tokens * self.n
         return 2 * self.rows * self.n * self.k if self.has_gemm else 0
@@ -56,14 +58,16 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Input, weights, cache, residual and result, each once."""
+        """Input, weights, cache, residual and result, and the gradients of input and result, each once."""
         values = self.rows * (self.k + self.n)
         if self.has_gemm:
             values += self.n * self.k
         if self.kind == "add_layernorm":
             values += self.rows * self.n
+        if self.kind == "training":
+            values *= 2
         if self.kind == "decoding":
-            values += 2 * self.rows * self.tokens * _DECODING[1] * _DECODING[2]
+            values += 2 * self.rows * self.tokens * _DECODER[1] * _DECODER[2]
         return values * self.dtype.itemsize
 
     def inputs(self) -> Inputs:
@@ -74,7 +78,7 @@ class Case:
 def cases(
     batch: int, tokens: int, hidden: Sequence[int], silu_batches: Sequence[int], dtype: torch.dtype
 ) -> list[Case]:
-    """The layers of an encoder of each size, a token of a decoder, odd shapes, norms and gates."""
+    """The layers of an encoder of each size, attention of a decoder, odd shapes, norms and gates."""
     rows = batch * tokens
     found = []
     for h in hidden:
@@ -89,7 +93,8 @@ def cases(
             for h in hidden
             if h % _HEAD_DIM == 0
         ]
-        n = _DECODING[0] * _DECODING[2]
+        n, keys = _DECODER[0] * _DECODER[2], _DECODER[1] * _DECODER[2]
+        found.append(Case(f"attention in training, {tokens} tokens", "training", rows, n, n + 2 * keys, dtype, tokens))
         found.append(Case(f"decoding, {4 * tokens} keys", "decoding", 1, n, n, dtype, 4 * tokens))
     odd = batch * max(1, tokens - 1)
     found += [
@@ -125,8 +130,10 @@ class Inputs:
             self.packed = PackedLinear(self.weight, self.bias)
         if case.kind == "add_layernorm":
             self.residual = normal(case.rows, case.n)
-        if case.kind == "decoding":
-            self.cache = normal(2 * case.rows * _DECODING[1], case.tokens, _DECODING[2])
+        if case.kind == "training":
+            self.d_out = normal(case.rows, case.n)
+        elif case.kind == "decoding":
+            self.cache = normal(2 * case.rows * _DECODER[1], case.tokens, _DECODER[2])
         elif case.kind != "attention":
             self.gamma, self.beta = normal(case.n), normal(case.n)
 
@@ -142,6 +149,10 @@ class Inputs:
             return functional.rmsnorm(self.x, self.gamma)
         if self.case.kind == "attention":
             return _rows_of(functional.attention(*_heads_of(self.x, self.case.sequence)))
+        if self.case.kind == "training":
+            return _gradient(
+                lambda q, k, v: functional.attention(q, k, v, causal=True), self.x, self.d_out, self.case.sequence
+            )
         if self.case.kind == "decoding":
             return _rows_of(functional.attention(*_cached(self.x, self.cache)))
         return functional.silu_mul(self.x)
@@ -149,8 +160,8 @@ class Inputs:
     def error(self) -> float:
         """Relative L2 of the first rows against double precision."""
         given = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        rows = self.case.sequence if self.case.kind == "attention" else _VERIFIED_ROWS
-        for name in {"x", "residual"} & given.keys():
+        rows = self.case.sequence if self.case.kind in ("attention", "training") else _VERIFIED_ROWS
+        for name in {"x", "residual", "d_out"} & given.keys():
             given[name] = given[name][:rows]
         expected = self._reference(**{name: value.double() for name, value in given.items()})
         got = self.engine()[:rows].double()
@@ -184,6 +195,8 @@ class Inputs:
         return _compute(self.case.kind, self.case.n, x, t, self.case.sequence)
 
     def _compiled(self, given: dict[str, torch.Tensor]) -> Callable[[], object] | str:
+        if self.case.kind == "training":
+            return "torch.compile is compared where no gradient is wanted"
         module = _Module(self.case.kind, self.case.n, given, self.case.sequence).eval()
         activations = [given[name] for name in ("x", "residual") if name in given]
         compiled = torch.compile(module, options={"freezing": True})
@@ -240,9 +253,23 @@ def _heads_of(x: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor,
 
 def _cached(x: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A query of each of the sequences ``[rows, n]``, and keys and values of all that came before."""
-    heads, key_heads, size = _DECODING
+    heads, key_heads, size = _DECODER
     k, v = cache.view(2, -1, key_heads, *cache.shape[1:])
     return x.view(-1, heads, 1, size), k, v
+
+
+def _gradient(
+    attention: Callable[..., torch.Tensor], x: torch.Tensor, d_out: torch.Tensor, tokens: int
+) -> torch.Tensor:
+    """That of queries, keys and values of a decoder side by side, ``[rows, n + 2 keys]``."""
+    heads, key_heads, size = _DECODER
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        columns = [heads * size, key_heads * size, key_heads * size]
+        parts = torch.split(leaf.view(-1, tokens, x.shape[1]), columns, dim=-1)
+        q, k, v = (part.view(*part.shape[:2], -1, size).transpose(1, 2) for part in parts)
+        (gradient,) = torch.autograd.grad(_rows_of(attention(q, k, v)), leaf, d_out)
+    return gradient
 
 
 def _rows_of(heads: torch.Tensor) -> torch.Tensor:
@@ -253,6 +280,13 @@ def _compute(kind: str, n: int, x: torch.Tensor, t: dict[str, torch.Tensor], tok
     """As PyTorch has it."""
     if kind == "attention":
         return _rows_of(F.scaled_dot_product_attention(*_heads_of(x, tokens)))
+    if kind == "training":
+        return _gradient(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+            x,
+            t["d_out"],
+            tokens,
+        )
     if kind == "decoding":
         return _rows_of(F.scaled_dot_product_attention(*_cached(x, t["cache"]), enable_gqa=True))
     if kind == "add_layernorm":

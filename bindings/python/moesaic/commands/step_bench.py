@@ -1,5 +1,5 @@
-"""`moesaic bench step`: the experts inside a real training step beside the same calls alone, and what the rest of the
-step takes with the engine and without."""
+"""`moesaic bench step`: the experts inside a real training step beside the same calls alone, what the rest of the step
+takes with the engine and without, and the step with its dense parts and attention fused."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ OTHERS_BAR = 1.02
 _DESCRIPTION = """\
 Trains a small Qwen3-MoE with random weights through transformers and PEFT (LoRA on attention and experts, bf16, no
 checkpointing), and takes turns between a step (forward and backward), the same step with experts that compute
-nothing, and the experts' calls of that step alone, on the same inputs. inside / alone: the engine's time. with /
-without: what the step takes besides."""
+nothing, the experts' calls of that step alone, on the same inputs, and the step after moesaic.hf.fuse. inside / alone:
+the engine's time. with / without: what the step takes besides. plain / fused: the whole step."""
 
 _TOKENS, _REPS, _WARMUP, _RANK = 512, 10, 3, 16
 
@@ -74,6 +74,7 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
     import torch
 
     import moesaic
+    import moesaic.hf
 
     if args.threads is not None:
         moesaic.set_num_threads(args.threads)
@@ -96,6 +97,7 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
     inside: list[float] = []
     alone: list[float] = []
     total: list[float] = []
+    fused: list[float] = []
     others: list[float] = []
     others_without: list[float] = []
     for i in range(args.warmup + args.reps):
@@ -107,7 +109,13 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
             rest = step_ms()
         with moesaic.profile() as profile:
             step.run_alone()
+        moesaic.hf.fuse(model)
+        step.run()  # packs what is frozen
+        whole_fused = step_ms()
+        moesaic.hf.unfuse(model)
+        step.run()  # PyTorch's own copies of weights, and their caches
         if i >= args.warmup:
+            fused.append(whole_fused)
             total.append(whole)
             inside.append(experts)
             others.append(whole - experts)
@@ -126,6 +134,7 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
         "rank": args.rank,
         "calls": len(step.calls),
         "step_ms": _summary(total),
+        "fused_step_ms": {**_summary(fused), "ratio": statistics.median(total) / statistics.median(fused)},
         "experts_ms": {"inside": _summary(inside), "alone": _summary(alone), **_ratio(inside, alone, INSIDE_BAR)},
         "others_ms": {
             "with": _summary(others),
@@ -195,6 +204,7 @@ def _show(document: dict[str, Any]) -> None:
         [name, *(f"{values[key]:.2f}" for key in ("min", "median", "mean", "std", "max"))]
         for name, values in (
             ("step", document["step_ms"]),
+            ("step, fused", document["fused_step_ms"]),
             ("experts inside", experts["inside"]),
             ("experts alone", experts["alone"]),
             ("the rest, with the engine", others["with"]),
@@ -213,5 +223,6 @@ def _show(document: dict[str, Any]) -> None:
         [
             [name, f"{values['ratio']:.3f}  (bar: {values['bar']:g})"]
             for name, values in (("experts: inside / alone", experts), ("the rest: with / without", others))
-        ],
+        ]
+        + [["the step: plain / fused", f"{document['fused_step_ms']['ratio']:.3f}"]],
     )
