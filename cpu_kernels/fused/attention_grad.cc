@@ -11,7 +11,6 @@
 #include "cpu_kernels/fused/attention_steps.h"
 #include "cpu_kernels/fused/checks.h"
 #include "cpu_kernels/fused/scratch.h"
-#include "cpu_kernels/tile_evaluator.h"
 
 namespace moesaic::fused {
 namespace {
@@ -19,9 +18,7 @@ namespace {
 using threadpool::Pool;
 
 /// Queries and keys of a block. Its scores and their gradients, and the tiles of both, stay in L2.
-const std::int64_t kQueries = getenv("QB") ? atoi(getenv("QB")) : 256;
-constexpr std::int64_t kKeys = 128, kKeysOfSmallL2 = 64;
-constexpr std::int64_t kSmallL2 = 1536 << 10;
+constexpr std::int64_t kQueries = 256, kKeys = 64;
 /// Bytes of scratch memory that stay for the next call, at most.
 constexpr std::int64_t kMostKept = 64 << 20;
 
@@ -48,7 +45,6 @@ class AttentionGradRun {
         keys_(forward_.k.shape[1]),
         head_size_(forward_.q.shape[2] / forward_.heads),
         heads_together_(HeadsTogether(forward_)),
-        key_block_(getenv("KB") ? atoi(getenv("KB")) : HostCaches().l2 < kSmallL2 ? kKeysOfSmallL2 : kKeys),
         sums_of_part_(RoundUp(keys_, kPanelRows) * ld_),
         left_(static_cast<std::size_t>(forward_.q.shape[0] * forward_.heads / heads_together_), heads_together_),
         slot_of_(left_.size(), -1) {}
@@ -109,11 +105,11 @@ class AttentionGradRun {
     memory.d_out = tiles(TileMatrix::Activations(nullptr, kQueries, columns));
     memory.queries_t = tiles(TileMatrix::RowPairs(nullptr, kQueries, head_size_));
     memory.d_out_t = tiles(TileMatrix::RowPairs(nullptr, kQueries, head_size_));
-    memory.power = tiles(TileMatrix::Activations(nullptr, key_block_, kQueries));
-    memory.d_scores = tiles(TileMatrix::Activations(nullptr, key_block_, kQueries));
-    memory.d_scores_pairs = tiles(TileMatrix::RowPairs(nullptr, key_block_, kQueries));
-    memory.scores = carver.Take<float>(key_block_ * kLdBlock);
-    memory.d_power = carver.Take<float>(key_block_ * kLdBlock);
+    memory.power = tiles(TileMatrix::Activations(nullptr, kKeys, kQueries));
+    memory.d_scores = tiles(TileMatrix::Activations(nullptr, kKeys, kQueries));
+    memory.d_scores_pairs = tiles(TileMatrix::RowPairs(nullptr, kKeys, kQueries));
+    memory.scores = carver.Take<float>(kKeys * kLdBlock);
+    memory.d_power = carver.Take<float>(kKeys * kLdBlock);
     memory.d_queries = carver.Take<float>(columns * kLdBlock);
     memory.turned = carver.Take<float>(kPanelRows * ld_);
     memory.most = carver.Take<float>(kQueries);
@@ -158,7 +154,7 @@ class AttentionGradRun {
     for (std::int64_t first = 0; first < queries_; first += kQueries) {
       const std::int64_t count = std::min(kQueries, queries_ - first);
       PackQueries(batch, column, first, count, index * queries_ + first, memory);
-      for (std::int64_t key = 0; key < keys_; key += key_block_) {
+      for (std::int64_t key = 0; key < keys_; key += kKeys) {
         // Causal, a key is seen by its own query and those behind it.
         const std::int64_t own = forward_.causal ? key - (keys_ - queries_) - first : -keys_;
         if (own >= count) break;
@@ -220,7 +216,7 @@ class AttentionGradRun {
   /// What some queries and some keys, from `key` on, add to all sums.
   void Block(std::int64_t batch, std::int64_t head_of_group, std::int64_t slot, std::int64_t key, const Queries& block,
              const Memory& memory) const {
-    const std::int64_t keys = std::min(key_block_, keys_ - key);
+    const std::int64_t keys = std::min(kKeys, keys_ - key);
     // Queries that see none of the keys are left out, in whole tiles.
     const std::int64_t skipped = std::max<std::int64_t>(block.own, 0) / kTileColumns * kTileColumns;
     const std::int64_t count = block.count - skipped, columns = CeilDiv(count, kTileColumns);
@@ -291,17 +287,17 @@ class AttentionGradRun {
     FinishStores();
   }
 
-  const std::int64_t kLdBlock = SumsPitch(kQueries);
+  static constexpr std::int64_t kLdBlock = SumsPitch(kQueries);
 
   const AttentionGradArgs& args_;
   const AttentionArgs& forward_;
   Pool& pool_;
-  const std::int64_t queries_, keys_, head_size_, heads_together_, key_block_;
+  const std::int64_t queries_, keys_, head_size_, heads_together_;
   const std::int64_t ld_ = SumsPitch(RoundUp(head_size_, kPanelRows));  ///< of d_k's and d_v's sums
   const std::int64_t sums_of_part_;
   const KernelTier& kernels_ = ChosenKernels();
   float* sums_ = nullptr;
-  std::vector<std::int64_t> packed_;  ///< of each worker: the group whose keys and values it has packed; -1: none
+  std::vector<std::int64_t> packed_;   ///< of each worker: the group whose keys and values it has packed; -1: none
   std::mutex mutex_;                   ///< of all below
   std::vector<std::int64_t> left_;     ///< heads of each group that are not done
   std::vector<std::int64_t> slot_of_;  ///< of each group; -1: not begun
