@@ -18,7 +18,9 @@ namespace {
 using threadpool::Pool;
 
 /// Queries and keys of a block. Its scores and their gradients, and the tiles of both, stay in L2.
-constexpr std::int64_t kQueries = 256, kKeys = 64;
+constexpr std::int64_t kQueries = 256, kKeys = 128;
+/// Keys of a block that not all of its queries see: half of what is computed there is for nothing.
+constexpr std::int64_t kKeysOfDiagonal = 64;
 /// Bytes of scratch memory that stay for the next call, at most.
 constexpr std::int64_t kMostKept = 64 << 20;
 
@@ -154,11 +156,13 @@ class AttentionGradRun {
     for (std::int64_t first = 0; first < queries_; first += kQueries) {
       const std::int64_t count = std::min(kQueries, queries_ - first);
       PackQueries(batch, column, first, count, index * queries_ + first, memory);
-      for (std::int64_t key = 0; key < keys_; key += kKeys) {
+      std::int64_t keys = 0;
+      for (std::int64_t key = 0; key < keys_; key += keys) {
         // Causal, a key is seen by its own query and those behind it.
         const std::int64_t own = forward_.causal ? key - (keys_ - queries_) - first : -keys_;
         if (own >= count) break;
-        Block(batch, index % heads_together_, slot, key, {first, count, own}, memory);
+        keys = std::min(forward_.causal && own > -kKeys ? kKeysOfDiagonal : kKeys, keys_ - key);
+        Block(batch, index % heads_together_, slot, {key, keys, first, count, own}, memory);
       }
       StoreQueries({args_.d_q, batch, column, head_size_}, first, count, memory);
     }
@@ -208,15 +212,15 @@ class AttentionGradRun {
     std::fill(memory.delta + count, memory.delta + kQueries, 0.0f);
   }
 
-  /// Of a block: its first query, how many, and which of these (0: the first) sees the block's first key; those before do not.
-  struct Queries {
-    std::int64_t first, count, own;
+  struct Part {
+    std::int64_t key, keys;     ///< the first, and how many
+    std::int64_t query, count;  ///< the first, and how many
+    std::int64_t own;           ///< which of the queries sees the first key; those before it do not
   };
 
-  /// What some queries and some keys, from `key` on, add to all sums.
-  void Block(std::int64_t batch, std::int64_t head_of_group, std::int64_t slot, std::int64_t key, const Queries& block,
-             const Memory& memory) const {
-    const std::int64_t keys = std::min(kKeys, keys_ - key);
+  /// What some queries and some keys add to all sums.
+  void Block(std::int64_t batch, std::int64_t head_of_group, std::int64_t slot, const Part& block, const Memory& memory) const {
+    const std::int64_t key = block.key, keys = block.keys;
     // Queries that see none of the keys are left out, in whole tiles.
     const std::int64_t skipped = std::max<std::int64_t>(block.own, 0) / kTileColumns * kTileColumns;
     const std::int64_t count = block.count - skipped, columns = CeilDiv(count, kTileColumns);
@@ -254,7 +258,7 @@ class AttentionGradRun {
       kernels_.fused.softmax_grad(softmax);
     }
     // Queries of a block before this one have seen these keys.
-    const bool seen = block.first > 0 && block.own < 0;
+    const bool seen = block.query > 0 && block.own < 0;
     Multiply(kernels_, kStage, power, d_out_t, flops, Sums(slot, head_of_group, 1) + key * ld_, ld_, seen);
     Multiply(kernels_, kStage, d_scores, queries_t, flops, Sums(slot, head_of_group, 0) + key * ld_, ld_, seen);
     Multiply(kernels_, kStage, FromColumn(memory.keys_t, key / kTileColumns, d_scores_pairs.columns), d_scores_pairs, flops,
