@@ -229,13 +229,16 @@ OutputTensor RowsOfSequences(std::int64_t batch, std::int64_t rows, std::int64_t
   return out;
 }
 
-/// Of [B, heads, T] queries each: most, then inverse_sums.
-void ReadStatistics(fused::AttentionArgs& args, float* statistics) {
-  args.most = statistics;
-  args.inverse_sums = statistics + args.q.shape[0] * args.heads * args.q.shape[1];
+/// Queries of all heads and sequences. Throws std::invalid_argument if there are no such heads.
+std::int64_t QueriesOf(const fused::AttentionArgs& args) {
+  if (args.heads < 1 || args.heads > args.q.shape[2]) {
+    throw std::invalid_argument("heads is " + std::to_string(args.heads) + "; expected a divisor of q's " +
+                                std::to_string(args.q.shape[2]) + " columns");
+  }
+  return args.q.shape[0] * args.heads * args.q.shape[1];
 }
 
-/// @param save  whether what attention_backward needs comes with the result
+/// @param save  whether what attention_backward needs comes with the result: [2, queries of all heads], most and inverse_sums
 py::object Attention(const py::object& q, const py::object& k, const py::object& v, std::int64_t heads, float scale,
                      const py::object& bias, std::int64_t key_heads, bool causal, bool save) {
   UsesTorch torch;
@@ -248,9 +251,11 @@ py::object Attention(const py::object& q, const py::object& k, const py::object&
   const FloatVector bias_values(bias, "bias", args.k.shape[0] * args.k.shape[1]);
   args.bias = bias_values.data();
   OutputTensor out = RowsOfSequences(args.q.shape[0], args.q.shape[1], args.q.shape[2], args.out), statistics;
-  if (save && heads > 0) {
-    statistics = OutputTensor::Contiguous(DType::kFloat32, 2, args.q.shape[0] * heads * args.q.shape[1]);
-    ReadStatistics(args, static_cast<float*>(statistics.data()));
+  if (save) {
+    const std::int64_t queries = QueriesOf(args);
+    statistics = OutputTensor::Contiguous(DType::kFloat32, 2, queries);
+    args.most = static_cast<float*>(statistics.data());
+    args.inverse_sums = args.most + queries;
   }
   Compute(torch, [&] { fused::Attention(args, Pool::Default()); });
   if (!save) return out.ToTorch();
@@ -272,8 +277,11 @@ py::object AttentionBackward(const py::object& d_out, const py::object& q, const
   forward.scale = scale;
   const FloatVector bias_values(bias, "bias", forward.k.shape[0] * forward.k.shape[1]);
   forward.bias = bias_values.data();
-  const FloatVector saved(statistics, "statistics", 2 * forward.q.shape[0] * heads * forward.q.shape[1]);
-  ReadStatistics(forward, const_cast<float*>(saved.data()));
+  const std::int64_t queries = QueriesOf(forward);
+  if (statistics.is_none()) throw std::invalid_argument("statistics is None; expected what attention() saved");
+  const FloatVector saved(statistics, "statistics", 2 * queries);
+  args.most = saved.data();
+  args.inverse_sums = saved.data() + queries;
   OutputTensor d_q = RowsOfSequences(forward.q.shape[0], forward.q.shape[1], forward.q.shape[2], args.d_q);
   OutputTensor d_k = RowsOfSequences(forward.k.shape[0], forward.k.shape[1], forward.k.shape[2], args.d_k);
   OutputTensor d_v = RowsOfSequences(forward.k.shape[0], forward.k.shape[1], forward.k.shape[2], args.d_v);

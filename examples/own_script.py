@@ -12,7 +12,8 @@ import moesaic.hf
 
 name, text, out = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
-print(moesaic.hf.prepare(model))  # the one line that moesaic adds
+print(moesaic.hf.prepare(model))  # the one line that moesaic needs
+print(moesaic.hf.fuse(model))  # attention and dense layers by the engine, too
 
 lora = LoraConfig(
     r=16,

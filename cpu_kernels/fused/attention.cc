@@ -95,7 +95,8 @@ class AttentionRun {
     const HeadRows q{args_.q, batch, column, head_size_}, out{args_.out, batch, column, head_size_};
     const float* const bias = args_.bias == nullptr ? nullptr : args_.bias + batch * keys_;
     const std::int64_t begin = part * blocks_of_part_ * block_, end = std::min(begin + blocks_of_part_ * block_, queries_);
-    const std::int64_t needed = args_.causal ? keys_ - queries_ + end : keys_;
+    // Whole tiles: what of a value that a query does not see passes through, NaN alone, does not depend on who packed it.
+    const std::int64_t needed = args_.causal ? std::min(RoundUp(keys_ - queries_ + end, kTileColumns), keys_) : keys_;
     const std::int64_t group = (batch * args_.heads + head) / heads_together_;
     q.Fetch(begin, std::min(block_, end - begin));
     if (packed.group != group || packed.count < needed) {
@@ -168,7 +169,7 @@ class AttentionRun {
 
 }  // namespace
 
-void Check(const AttentionArgs& args) {
+void CheckAttention(const AttentionArgs& args) {
   CheckThreeDimensions(args.q, "q");
   CheckThreeDimensions(args.k, "k");
   const std::int64_t batch = args.q.shape[0], queries = args.q.shape[1], keys = args.k.shape[1], columns = args.q.shape[2];
@@ -191,7 +192,7 @@ void Check(const AttentionArgs& args) {
 }
 
 void Attention(const AttentionArgs& args, Pool& pool) {
-  Check(args);
+  CheckAttention(args);
   if (args.q.shape[0] == 0 || args.q.shape[1] == 0 || args.q.shape[2] == 0) return;
   const Pool::Turn turn(pool);  // as many threads to its end as scratch memory is taken for
   AttentionRun(args, pool).Run();

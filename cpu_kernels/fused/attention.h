@@ -6,8 +6,9 @@
 //
 // with n heads of queries to one of keys; causal, a query sees the keys up to its own.
 //
-// A task takes a head, or some of its queries: keys and values that these see become tiles once, and a block of queries meets
-// all keys, whose scores stay in its core's L2 cache. How work is cut changes no bit of the result.
+// A task takes a head, or some of its queries: keys and values that these see become tiles, once for all heads that share them
+// and come to the same thread one after the other, and a block of queries meets all keys, whose scores stay in its core's L2
+// cache. How work is cut changes no bit of the result.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +30,7 @@ struct AttentionArgs {
   TensorView out;               ///< [B, T, heads D]
   std::int64_t key_heads = 0;   ///< a divisor of heads; 0: as many
   bool causal = false;          ///< the last query sees all keys, each one before it one less
-  /// Contiguous [B][heads][T], or null: what attention_grad.h needs of each query, its largest score, as SoftmaxRowsArgs::most
+  /// Written for attention_grad.h, contiguous [B][heads][T], or null: of each query the largest score, as SoftmaxRowsArgs::most
   /// has it, and the inverse of its powers' sum.
   float* most = nullptr;
   float* inverse_sums = nullptr;

@@ -10,7 +10,7 @@
 namespace moesaic::fused {
 
 /// Throws std::invalid_argument naming what does not fit, `out` included.
-void Check(const AttentionArgs& args);
+void CheckAttention(const AttentionArgs& args);
 
 /// Heads of queries to one of keys.
 inline std::int64_t HeadsTogether(const AttentionArgs& args) { return args.key_heads == 0 ? 1 : args.heads / args.key_heads; }

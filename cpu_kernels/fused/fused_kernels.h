@@ -141,22 +141,22 @@ struct SoftmaxRowsArgs {
 };
 
 /// Gradients of softmax's x, of which a row is a key and a column a query:
-///   power = e^(scale x + bias - m) inverse_sums    d_x = power (scale d_power - delta)    both rounded to bf16
-/// with m and inverse_sums as SoftmaxRows gave them. What lies beyond rows in the tiles is filled with zeros; a column that
-/// does not count has m = infinity, and inverse_sums and delta 0.
+///   probability = e^(scale x + bias - m) inverse_sums    d_x = probability (scale d_probability - delta)
+/// both rounded to bf16, with m and inverse_sums as SoftmaxRows gave them. Both are 0 where a query does not see a key,
+/// whatever x and d_probability are there, and beyond rows and columns in their tiles.
 struct SoftmaxGradArgs {
-  const float* x = nullptr;        ///< [rows][ld]
-  const float* d_power = nullptr;  ///< [rows][ld]
+  const float* x = nullptr;              ///< [rows][ld]
+  const float* d_probability = nullptr;  ///< [rows][ld]
   std::int64_t ld = 0;
   std::int64_t rows = 0;
-  std::int64_t columns = 0;  ///< a multiple of 32
+  std::int64_t columns = 0;
   float scale = 1;
   const float* bias = nullptr;          ///< [rows], or null
   const float* most = nullptr;          ///< [columns]
   const float* inverse_sums = nullptr;  ///< [columns]
-  const float* delta = nullptr;         ///< [columns]: scale times the sum over a query's keys of power d_power
-  std::int64_t first = 0;               ///< row r counts from column first + r on, and its other powers are 0; -rows: all do
-  TileMatrix power;                     ///< operand [rows][columns], activations' order, as both below
+  const float* delta = nullptr;         ///< [columns]: scale times the sum over a query's keys of probability d_probability
+  std::int64_t diagonal = 0;            ///< row r is seen from column diagonal + r on; -rows or less: everywhere
+  TileMatrix probability;               ///< operand [rows][columns], activations' order, as both below
   TileMatrix d_x;                       ///< operand
   TileMatrix d_x_pairs;                 ///< row pairs
 };

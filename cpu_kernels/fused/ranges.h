@@ -17,9 +17,9 @@ enum class FusedStage : std::int8_t {
   kSoftmax,             ///< softmax: of attention's scores, and rounding them to tiles
   kBackwardNorm,        ///< backward_norm
   kBackwardActivation,  ///< backward_activation
-  kBackwardGemm,        ///< backward_gemm: the gradient of x; all products of attention's
+  kBackwardGemm,        ///< backward_gemm: the gradient of x; of attention's all products, and storing them
   kBackwardSiluMul,     ///< backward_silu_mul
-  kBackwardSoftmax,     ///< backward_softmax: powers again, and gradients of scores
+  kBackwardSoftmax,     ///< backward_softmax: probabilities again, and gradients of scores
 };
 
 profiling::RangeId RangeOf(FusedStage stage);

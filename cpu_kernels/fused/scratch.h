@@ -24,7 +24,7 @@ class Scratch {
   const bool keep_;
 };
 
-/// Frees the scratch memory that past calls left for the next: at most some MiB a thread.
+/// Frees the scratch memory that past calls left for the next: at most 64 MiB and 8 MiB a thread.
 void ReleaseScratch();
 
 }  // namespace moesaic::fused

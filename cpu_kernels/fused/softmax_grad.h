@@ -8,24 +8,34 @@ namespace {
 
 using namespace moesaic;
 
-/// 16 columns of a row of the gradient: p and its score's gradient.
-struct PowerAndGradient {
-  F32x16 power, gradient;
+/// Sixteen columns of a row.
+struct ProbabilityAndGradient {
+  F32x16 probability, gradient;
 };
 
-/// Scores are rounded as SoftmaxRows rounds them, so that none is larger than the largest.
-/// @param bias  of the row
+/// x where it is not above 0; NaN passes through.
+MOESAIC_INLINE F32x16 AtMostZero(F32x16 x) {
+#if defined(__AVX512F__)
+  return (F32x16)_mm512_min_ps(_mm512_setzero_ps(), (__m512)x);  // the second operand where one is NaN
+#else
+  return Select(x > F32x16{}, F32x16{}, x);
+#endif
+}
+
+/// n <= 16 columns from c on, of the row with this x, d_probability and bias. The largest score came out of another product: it
+/// may be smaller than this one by a rounding, which is no small number where scores are huge.
 template <bool kBiased>
-MOESAIC_INLINE PowerAndGradient GradientOfScores(const SoftmaxGradArgs& args, std::int64_t at, std::int64_t c, float bias) {
-  const F32x16 x = LoadF32(args.x + at), most = LoadF32(args.most + c);
+MOESAIC_INLINE ProbabilityAndGradient GradientOfScores(const SoftmaxGradArgs& args, const float* x, const float* d_probability,
+                                                       float bias, std::int64_t c, std::int64_t n) {
+  const F32x16 most = Load(args.most + c, n);
   F32x16 exponent;
   if constexpr (kBiased) {
-    exponent = (MultiplyAdd(x, Broadcast(args.scale), Broadcast(bias)) - most) * kLog2OfE;
+    exponent = (MultiplyAdd(Load(x + c, n), Broadcast(args.scale), Broadcast(bias)) - most) * kLog2OfE;
   } else {
-    exponent = Done(x * (args.scale * kLog2OfE)) - most;
+    exponent = Done(Load(x + c, n) * (args.scale * kLog2OfE)) - most;
   }
-  const F32x16 power = RoughExp2(exponent) * LoadF32(args.inverse_sums + c);
-  return {power, power * (LoadF32(args.d_power + at) * args.scale - LoadF32(args.delta + c))};
+  const F32x16 probability = RoughExp2(AtMostZero(exponent)) * Load(args.inverse_sums + c, n);
+  return {probability, probability * (Load(d_probability + c, n) * args.scale - Load(args.delta + c, n))};
 }
 
 /// Two rows of keys and 32 columns at a time: a line of each operand, and two of row pairs.
@@ -35,25 +45,31 @@ inline void SoftmaxGradOf(const SoftmaxGradArgs& args) {
   const std::int64_t rows_of_panels = RoundUp(args.rows, kPanelRows);
   for (std::int64_t r = 0; r < RoundUp(args.rows, kTileColumns); r += 2) {
     for (std::int64_t c = 0; c < args.columns; c += kTileColumns) {
-      PowerAndGradient values[2][2] = {};
+      ProbabilityAndGradient values[2][2] = {};
       for (int i = 0; i < 2; ++i) {
-        const std::int64_t row = r + i, unseen = args.first + row - c;
+        const std::int64_t row = r + i, unseen = args.diagonal + row - c, counted = args.columns - c;
         if (row >= args.rows || unseen >= kTileColumns) continue;
+        const float *const x = args.x + row * args.ld, *const d_probability = args.d_probability + row * args.ld;
         const float bias = kBiased ? args.bias[row] : 0.0f;
-        for (int half = 0; half < 2; ++half) {
-          PowerAndGradient& value = values[i][half];
-          value = GradientOfScores<kBiased>(args, row * args.ld + c + 16 * half, c + 16 * half, bias);
-          if (unseen > 16 * half) {
-            const auto hidden = kLanes < static_cast<std::int32_t>(unseen - 16 * half);
-            value = {Select(hidden, F32x16{}, value.power), Select(hidden, F32x16{}, value.gradient)};
+        if (unseen <= 0 && counted >= kTileColumns) {
+          for (int half = 0; half < 2; ++half) {
+            values[i][half] = GradientOfScores<kBiased>(args, x, d_probability, bias, c + 16 * half, 16);
           }
+          continue;
+        }
+        for (int half = 0; half < 2 && counted > 16 * half; ++half) {
+          const std::int64_t left = counted - 16 * half, n = left < 16 ? left : 16;
+          const std::int64_t first = unseen > 16 * half ? unseen - 16 * half : 0;
+          const auto counts = (kLanes >= static_cast<std::int32_t>(first)) & (kLanes < static_cast<std::int32_t>(n));
+          const ProbabilityAndGradient value = GradientOfScores<kBiased>(args, x, d_probability, bias, c + 16 * half, n);
+          values[i][half] = {Select(counts, value.probability, F32x16{}), Select(counts, value.gradient, F32x16{})};
         }
       }
       for (int i = 0; i < 2 && r + i < rows_of_panels; ++i) {
         const std::int64_t row = r + i, place = row % kPanelRows * kTileColumns;
-        const U16x32 power = NarrowBoth(values[i][0].power, values[i][1].power);
+        const U16x32 probability = NarrowBoth(values[i][0].probability, values[i][1].probability);
         const U16x32 gradient = NarrowBoth(values[i][0].gradient, values[i][1].gradient);
-        std::memcpy(args.power.Tile(row / kPanelRows, c / kTileColumns) + place, &power, sizeof(power));
+        std::memcpy(args.probability.Tile(row / kPanelRows, c / kTileColumns) + place, &probability, sizeof(probability));
         std::memcpy(args.d_x.Tile(row / kPanelRows, c / kTileColumns) + place, &gradient, sizeof(gradient));
       }
       for (int half = 0; half < 2; ++half) {

@@ -44,13 +44,16 @@ TEST_P(AttentionKernelsTest, SoftmaxRows) {
       TileMatrix tiles = TileMatrix::Activations(nullptr, 3, columns);
       const PoisonedBuffer memory(tiles.size() * static_cast<std::int64_t>(sizeof(BFloat16)));
       tiles.data = memory.As<BFloat16>();
+      float largest[3];
       args.powers = tiles;
       args.inverse_sums = inverse_sums;
+      args.most = largest;
       tier_->fused.softmax_rows(args);
       for (std::int64_t r = 0; r < 3; ++r) {
         std::vector<double> scores;
         for (std::int64_t c = 0; c < columns; ++c) scores.push_back(20.0 * x(r, c) + (biased ? bias(0, c) : 0.0));
         const double most = *std::max_element(scores.begin(), scores.end());
+        ASSERT_NEAR(largest[r], biased ? most : most / std::log(2.0), 1e-5 * std::fabs(most)) << columns << " columns";
         double sum = 0;
         for (const double score : scores) sum += std::exp(score - most);
         ASSERT_NEAR(inverse_sums[r] * sum, 1.0, 1e-4) << columns << " columns, row " << r;
@@ -84,9 +87,12 @@ TEST_P(AttentionKernelsTest, SoftmaxRows) {
   TileMatrix tiles = TileMatrix::Activations(nullptr, 3, 20);
   const PoisonedBuffer memory(tiles.size() * static_cast<std::int64_t>(sizeof(BFloat16)));
   tiles.data = memory.As<BFloat16>();
+  float most[3];
   args.powers = tiles;
   args.inverse_sums = inverse_sums;
+  args.most = most;
   tier_->fused.softmax_rows(args);
+  EXPECT_EQ(most[0], 0.0f);
   EXPECT_EQ(inverse_sums[0], 0.0f);
   EXPECT_TRUE(std::isfinite(PowerAt(tiles, 0, 0)));
   EXPECT_TRUE(std::isnan(inverse_sums[1]));

@@ -210,6 +210,8 @@ def test_gradients(shape: tuple[int, ...], masked: bool, causal: bool) -> None:
     mask = seen_by_all(shape[0], shape[4]) if masked else None
     d_out = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(4)).bfloat16()
     right = gradients([t.double() for t in tensors], d_out.double(), lambda *t: expected_of_few(*t, mask, causal))
+    stale = [torch.full((1, 2, 700, 128), torch.nan, dtype=torch.bfloat16) for _ in range(3)]
+    gradients(stale, stale[0], functional.attention)  # leaves its memory for the next calls
 
     def run(*leaves: torch.Tensor) -> torch.Tensor:
         return functional.attention(*leaves, None, mask, causal)
@@ -269,6 +271,11 @@ def test_gradients_at_the_edges() -> None:
     for factor in (50, 2e5):
         large = gradients([q * factor, k * factor, v], d_out, functional.attention)
         assert all(grad is not None and grad.isfinite().all() for grad in large)
+    k[1, 0, 7] = -torch.inf
+    _, d_k, d_v = gradients(
+        [q.abs(), k, v], d_out, functional.attention
+    )  # nobody sees it, nor do queries that are none
+    assert d_k is not None and d_v is not None and d_k.isfinite().all() and d_v.isfinite().all()
     q, k, v = operands(2, 2, 20, 30, 64)
     q[0, 1, 3, 5] = torch.nan
     d_q, d_k, d_v = gradients([q, k, v], d_out, functional.attention)
@@ -463,7 +470,7 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()  # type: ignore[no-untyped-call]
-    out, statistics = _core.attention(*rows, 2, 1.0, None, 0, False, True)  # type: ignore[misc]
+    out, statistics = _core.attention(*rows, 2, 1.0, save=True)  # type: ignore[misc]
     out = out.view(rows[0].shape)
     _core.attention_backward(out, *rows, out, statistics, 2, 1.0)  # type: ignore[misc]
     for call, message in (
@@ -472,7 +479,10 @@ def test_bad_input() -> None:
         (lambda: _core.attention_backward(out.float(), *rows, out, statistics, 2, 1.0), "d_out is float32"),
         (lambda: _core.attention_backward(out, *rows, out, statistics[:1], 2, 1.0), "statistics has 80 values"),
         (lambda: _core.attention_backward(out, *rows, out, statistics, 3, 1.0), "statistics has 160 values"),
-        (lambda: _core.attention_backward(out, *rows, out, None, 2, 1.0), "forward has no most"),
+        (lambda: _core.attention_backward(out, *rows, out, statistics, -2, 1.0), "heads is -2"),
+        (lambda: _core.attention_backward(out, *rows, out, statistics, 10**14, 1.0), "heads is 100000000000000"),
+        (lambda: _core.attention(*rows, 10**14, 1.0, save=True), "heads is 100000000000000"),
+        (lambda: _core.attention_backward(out, *rows, out, None, 2, 1.0), "statistics is None"),
     ):
         with pytest.raises(ValueError, match=message):
             call()  # type: ignore[no-untyped-call]

@@ -195,9 +195,9 @@ def engine_attention(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     seen: list[torch.Size] = []
 
     def watch(own: Any) -> Any:
-        def attention(q: torch.Tensor, *args: Any) -> torch.Tensor:
+        def attention(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             seen.append(q.shape)
-            return own(q, *args)  # type: ignore[no-any-return]
+            return own(q, *args, **kwargs)  # type: ignore[no-any-return]
 
         return attention
 

@@ -161,12 +161,13 @@ def attention(
     v: torch.Tensor,
     heads: int,
     scale: float,
-    bias: torch.Tensor | None,
-    key_heads: int,
-    causal: bool,
+    bias: torch.Tensor | None = None,
+    key_heads: int = 0,
+    causal: bool = False,
+    *,
     save: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With what attention_backward needs of each query and head, fp32."""
+    """With what attention_backward needs, fp32 [2, B heads T]: of each query the largest score and 1 / the sum."""
 
 def attention_backward(
     d_out: torch.Tensor,

@@ -111,7 +111,8 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
             step.run_alone()
         moesaic.hf.fuse(model)
         step.run()  # packs what is frozen
-        whole_fused = step_ms()
+        with moesaic.profile():  # as around the plain step
+            whole_fused = step_ms()
         moesaic.hf.unfuse(model)
         step.run()  # PyTorch's own copies of weights, and their caches
         if i >= args.warmup:

@@ -135,7 +135,7 @@ class _Attention(torch.autograd.Function):
         scale: float,
         causal: bool,
     ) -> torch.Tensor:
-        out, statistics = _core.attention(q, k, v, heads, scale, bias, key_heads, causal, True)
+        out, statistics = _core.attention(q, k, v, heads, scale, bias, key_heads, causal, save=True)
         ctx.save_for_backward(q, k, v, out, statistics, bias)
         ctx.plain = (heads, key_heads, scale, causal)
         return out
@@ -144,7 +144,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, statistics, bias = saved = ctx.saved_tensors
         heads, key_heads, scale, causal = ctx.plain
-        rows = _core.attention_backward(
+        d_qkv = _core.attention_backward(
             d_out.contiguous().view(q.shape),
             q,
             k,
@@ -159,7 +159,7 @@ class _Attention(torch.autograd.Function):
         )
         grads = [
             grad.view(tensor.shape) if needed else None
-            for grad, tensor, needed in zip(rows, (q, k, v), ctx.needs_input_grad, strict=False)
+            for grad, tensor, needed in zip(d_qkv, (q, k, v), ctx.needs_input_grad[:3], strict=True)
         ]
         return _once((*grads, None, None, None, None, None), (d_out, *saved))
 
@@ -235,7 +235,10 @@ def attention(
 
     Args:
         q: ``[B, T, heads D]``, bf16; `k` and `v` are ``[B, S, key_heads D]``.
-        bias: ``[B, S]``, or None.
+        bias: ``[B, S]``, or None; it gets no gradient.
+        heads: of queries; `key_heads` divides them.
+        scale: of the scores.
+        causal: the last query sees all keys, each one before it one less.
 
     Returns:
         ``[B T, heads D]``.

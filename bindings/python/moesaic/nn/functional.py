@@ -10,8 +10,8 @@ weight, of the bias and of LoRA are PyTorch's products of what the engine leaves
 Every function raises TypeError or ValueError for a wrong type, shape, dtype or option, and NotImplementedError for a
 tangent of `torch.autograd.forward_ad`; the message names the argument.
 
-Dense layers, norms and gates are differentiable once. `attention` takes ``[B, heads, T, D]``; where a gradient is
-wanted, and in fp32, it is PyTorch's.
+All are differentiable once. `attention` takes ``[B, heads, T, D]``; in fp32, and of less than 16 queries that want a
+gradient, it is PyTorch's.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ _NODE = "autograd::engine::evaluate_function: "
 _NAMES = (
     (ATTENTION, "attention"),
     ("aten::scaled_dot_product", "attention"),
+    ("_Attention", "attention"),
     ("_MoeExperts", "experts"),
     (_NODE + "_MoeExperts", "experts"),
     ("Optimizer.", "optimizer"),
