@@ -386,16 +386,13 @@ def _lora_delta(layer: Any, x: torch.Tensor) -> tuple[bool, torch.Tensor | None]
     if layer.merged:
         return True, None
     rows, delta = x.reshape(-1, x.shape[-1]), None
-    autocast = torch.is_autocast_enabled("cpu")  # casts what comes in, to what it is
     for name in layer.active_adapters:
         if name not in layer.lora_A:
             continue
         if name in layer.lora_variant:
             return False, None
-        a, b, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
-        low = a(layer.lora_dropout[name](rows if autocast else rows.to(a.weight.dtype)))
-        # Before B there is less to scale than behind it, where PEFT does it; a bias of B is scaled, too.
-        part = b(low * scaling) if b.bias is None else b(low) * scaling
+        low = layer.lora_A[name](layer.lora_dropout[name](rows.to(layer.lora_A[name].weight.dtype)))
+        part = layer.lora_B[name](low) * layer.scaling[name]
         delta = part if delta is None else delta + part
     return True, None if delta is None else delta.to(x.dtype)
 
