@@ -71,7 +71,7 @@ class FloatVector {
       stride *= view.shape[dim];
       count *= view.shape[dim];
     }
-    if (count != size || !(dense || view.rank == 1)) {
+    if (count != size || !(dense || view.rank == 1 || count == 0)) {
       throw std::invalid_argument(std::string(name) + " has " + std::to_string(count) + " values; expected " +
                                   std::to_string(size) + ", contiguous or in one dimension");
     }

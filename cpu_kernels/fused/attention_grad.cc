@@ -317,11 +317,11 @@ void AttentionGrad(const AttentionGradArgs& args, Pool& pool) {
   CheckRows(args.d_q, "d_q", batch, queries, forward.q.shape[2]);
   CheckRows(args.d_k, "d_k", batch, keys, forward.k.shape[2]);
   CheckRows(args.d_v, "d_v", batch, keys, forward.k.shape[2]);
+  if (queries == 0) throw std::invalid_argument("q has no rows; expected one at least");
+  if (batch == 0 || forward.q.shape[2] == 0) return;
   if (args.most == nullptr || args.inverse_sums == nullptr) {
     throw std::invalid_argument("most or inverse_sums is null; expected what Attention() wrote");
   }
-  if (queries == 0) throw std::invalid_argument("q has no rows; expected one at least");
-  if (batch == 0 || forward.q.shape[2] == 0) return;
   const Pool::Turn turn(pool);  // as many threads to its end as scratch memory is taken for
   AttentionGradRun(args, pool).Run();
 }

@@ -305,6 +305,9 @@ def test_gradients_with_what_autograd_offers() -> None:
         leaves[1].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+    whole = torch.compile(lambda *t: functional.attention(*t) * 1, backend="eager", fullgraph=True)
+    for got, expected in zip(gradients(tensors, d_out, whole), right, strict=True):
+        assert got is not None and expected is not None and error(got, expected) < 1e-2
     # functorch's transforms have PyTorch's.
     by_transform = torch.func.grad(lambda t: (functional.attention(t, *tensors[1:]).float() * d_out.float()).sum())(
         tensors[0]
@@ -486,5 +489,8 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()  # type: ignore[no-untyped-call]
+    none = [row[:0] for row in (*rows, out)]
+    grads = _core.attention_backward(none[3], *none, torch.empty(2, 0), 2, 1.0)  # type: ignore[misc]
+    assert [grad.shape for grad in grads] == [(0, 128), (0, 128), (0, 128)]
     with pytest.raises(ValueError, match="bias has 30 values"):
         _core.attention(*rows, 2, 1.0, torch.zeros(30))  # type: ignore[misc]

@@ -320,6 +320,22 @@ def test_under_autocast(make: Callable[[], nn.Module], engine_attention: list[to
     assert len(engine_attention) == 2
 
 
+@pytest.mark.parametrize("make", [bert, qwen3_moe])
+def test_under_transforms_of_functions(make: Callable[[], nn.Module], engine_attention: list[torch.Size]) -> None:
+    """Which the engine's functions have no rules for."""
+    model = make().bfloat16().eval()
+    given = {"input_ids": torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))}
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def of(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return objective(torch.func.functional_call(model, parameters, (), given)[0])
+
+    stock = torch.func.grad(of)(parameters)
+    moesaic.hf.fuse(model)
+    fused = torch.func.grad(of)(parameters)
+    assert engine_attention == [] and all(torch.equal(fused[name], stock[name]) for name in stock)
+
+
 def test_attention_whose_name_says_more(engine_attention: list[torch.Size]) -> None:
     """Falcon compares the name itself, and would go another way with the engine's."""
     from transformers import FalconConfig, FalconForCausalLM

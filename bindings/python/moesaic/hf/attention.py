@@ -106,8 +106,9 @@ def _key_mask(mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[
     if mask.is_inference():  # such tensors do not tell when they change
         return _read_mask(mask, batch, queries, keys)
     sizes = (batch, queries, keys)
-    if _seen is not None and _seen[0]() is mask and _seen[1:3] == (mask._version, sizes):
-        return _seen[3]
+    last = _seen  # once: other threads have models and masks of their own
+    if last is not None and last[0]() is mask and last[1:3] == (mask._version, sizes):
+        return last[3]
     found = _read_mask(mask, batch, queries, keys)
     _seen = (weakref.ref(mask), mask._version, sizes, found)
     return found

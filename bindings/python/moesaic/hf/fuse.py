@@ -71,8 +71,8 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
     computed too.
 
     In every call the module's own forward, or transformers' own attention, still runs where the operator may not:
-    dropout, autocast to another dtype, torch.compile, another dtype or device, hooks on a layer inside, a variant of
-    LoRA.
+    dropout, autocast to another dtype, torch.compile, `torch.func`, another dtype or device, hooks on a layer inside, a
+    variant of LoRA.
 
     Args:
         model: a transformers model, or any module.

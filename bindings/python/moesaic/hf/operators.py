@@ -2,8 +2,8 @@
 in.
 
 An operator takes the place of one module's ``forward``. The module, its parameters and its state_dict stay as they are.
-In every call it looks whether it may compute what the module would (dropout, autocast to another dtype, hooks,
-adapters); if not, the module's own forward does.
+In every call it looks whether it may compute what the module would (dropout, autocast to another dtype, transforms of
+`torch.func`, hooks, adapters); if not, the module's own forward does.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class Operator(ABC):
         first = args[0] if args else None
         return (
             not torch.compiler.is_compiling()
+            and not torch._C._are_functorch_transforms_active()
             and isinstance(first, torch.Tensor)
             and first.is_cpu
             and autocast_keeps(first.dtype)

@@ -135,7 +135,7 @@ def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         return False
     if q.dtype != torch.bfloat16 or q.numel() == 0 or k.numel() == 0:
         return False
-    if q.shape[2] >= _MANY_QUERIES:
-        return True
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if q.shape[2] >= _MANY_QUERIES:
+        return not (wanted and torch.compiler.is_compiling())  # which does not look into our backward
     return not wanted and q.shape[3] % 32 == 0 and _heads_follow_each_other(k) and _heads_follow_each_other(v)
