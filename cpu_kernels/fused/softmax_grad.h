@@ -38,45 +38,67 @@ MOESAIC_INLINE ProbabilityAndGradient GradientOfScores(const SoftmaxGradArgs& ar
   return {probability, probability * (Load(d_probability + c, n) * args.scale - Load(args.delta + c, n))};
 }
 
-/// Two rows of keys and 32 columns at a time: a line of each operand, and two of row pairs.
+/// The same where queries before column `first` do not see the key, and there are `columns` in all.
+template <bool kBiased>
+MOESAIC_INLINE ProbabilityAndGradient SeenGradientOfScores(const SoftmaxGradArgs& args, const float* x,
+                                                           const float* d_probability, float bias, std::int64_t c,
+                                                           std::int64_t first) {
+  constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const std::int64_t left = args.columns - c, n = left < 16 ? left : 16, unseen = first > c ? first - c : 0;
+  if (unseen >= n) return {F32x16{}, F32x16{}};
+  const ProbabilityAndGradient value = GradientOfScores<kBiased>(args, x, d_probability, bias, c, n);
+  const auto counts = (kLanes >= static_cast<std::int32_t>(unseen)) & (kLanes < static_cast<std::int32_t>(n));
+  return {Select(counts, value.probability, F32x16{}), Select(counts, value.gradient, F32x16{})};
+}
+
+/// 32 columns of a row, as a line of both operands.
+MOESAIC_INLINE void StoreOperands(const SoftmaxGradArgs& args, std::int64_t row, std::int64_t c,
+                                  const ProbabilityAndGradient& low, const ProbabilityAndGradient& high) {
+  const std::int64_t place = row % kPanelRows * kTileColumns;
+  const U16x32 probability = NarrowBoth(low.probability, high.probability), gradient = NarrowBoth(low.gradient, high.gradient);
+  std::memcpy(args.probability.Tile(row / kPanelRows, c / kTileColumns) + place, &probability, sizeof(probability));
+  std::memcpy(args.d_x.Tile(row / kPanelRows, c / kTileColumns) + place, &gradient, sizeof(gradient));
+}
+
+/// Sixteen columns of two rows, as a line of row pairs.
+MOESAIC_INLINE void StorePairs(const SoftmaxGradArgs& args, std::int64_t r, std::int64_t c, F32x16 even, F32x16 odd) {
+  const U16x32 pairs = NarrowEvenOdd({even, odd});
+  BFloat16* const tile = args.d_x_pairs.Tile(c / kPanelRows, r / kTileColumns);
+  std::memcpy(tile + r % kTileColumns / 2 * kTileColumns, &pairs, sizeof(pairs));
+}
+
+/// Two rows of keys and 32 columns at a time.
 template <bool kBiased>
 inline void SoftmaxGradOf(const SoftmaxGradArgs& args) {
-  constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const std::int64_t rows_of_panels = RoundUp(args.rows, kPanelRows);
   for (std::int64_t r = 0; r < RoundUp(args.rows, kTileColumns); r += 2) {
+    const bool both = r + 1 < args.rows, none = r >= args.rows;
+    const std::int64_t first[2] = {none ? args.columns : args.diagonal + r, both ? args.diagonal + r + 1 : args.columns};
+    const float *const x = args.x + r * args.ld, *const d_probability = args.d_probability + r * args.ld;
+    const float bias[2] = {kBiased && !none ? args.bias[r] : 0.0f, kBiased && both ? args.bias[r + 1] : 0.0f};
     for (std::int64_t c = 0; c < args.columns; c += kTileColumns) {
-      ProbabilityAndGradient values[2][2] = {};
-      for (int i = 0; i < 2; ++i) {
-        const std::int64_t row = r + i, unseen = args.diagonal + row - c, counted = args.columns - c;
-        if (row >= args.rows || unseen >= kTileColumns) continue;
-        const float *const x = args.x + row * args.ld, *const d_probability = args.d_probability + row * args.ld;
-        const float bias = kBiased ? args.bias[row] : 0.0f;
-        if (unseen <= 0 && counted >= kTileColumns) {
-          for (int half = 0; half < 2; ++half) {
-            values[i][half] = GradientOfScores<kBiased>(args, x, d_probability, bias, c + 16 * half, 16);
-          }
-          continue;
+      ProbabilityAndGradient even[2], odd[2];  // rows
+      if (first[1] <= c && c + kTileColumns <= args.columns) {
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          const std::int64_t at = c + 16 * half;
+          even[half] = GradientOfScores<kBiased>(args, x, d_probability, bias[0], at, 16);
+          odd[half] = GradientOfScores<kBiased>(args, x + args.ld, d_probability + args.ld, bias[1], at, 16);
         }
-        for (int half = 0; half < 2 && counted > 16 * half; ++half) {
-          const std::int64_t left = counted - 16 * half, n = left < 16 ? left : 16;
-          const std::int64_t first = unseen > 16 * half ? unseen - 16 * half : 0;
-          const auto counts = (kLanes >= static_cast<std::int32_t>(first)) & (kLanes < static_cast<std::int32_t>(n));
-          const ProbabilityAndGradient value = GradientOfScores<kBiased>(args, x, d_probability, bias, c + 16 * half, n);
-          values[i][half] = {Select(counts, value.probability, F32x16{}), Select(counts, value.gradient, F32x16{})};
+      } else {
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          const std::int64_t at = c + 16 * half;
+          even[half] = SeenGradientOfScores<kBiased>(args, x, d_probability, bias[0], at, first[0]);
+          odd[half] = SeenGradientOfScores<kBiased>(args, x + args.ld, d_probability + args.ld, bias[1], at, first[1]);
         }
       }
-      for (int i = 0; i < 2 && r + i < rows_of_panels; ++i) {
-        const std::int64_t row = r + i, place = row % kPanelRows * kTileColumns;
-        const U16x32 probability = NarrowBoth(values[i][0].probability, values[i][1].probability);
-        const U16x32 gradient = NarrowBoth(values[i][0].gradient, values[i][1].gradient);
-        std::memcpy(args.probability.Tile(row / kPanelRows, c / kTileColumns) + place, &probability, sizeof(probability));
-        std::memcpy(args.d_x.Tile(row / kPanelRows, c / kTileColumns) + place, &gradient, sizeof(gradient));
+      if (r < rows_of_panels) {
+        StoreOperands(args, r, c, even[0], even[1]);
+        StoreOperands(args, r + 1, c, odd[0], odd[1]);
       }
-      for (int half = 0; half < 2; ++half) {
-        const U16x32 pairs = NarrowEvenOdd({values[0][half].gradient, values[1][half].gradient});
-        BFloat16* const tile = args.d_x_pairs.Tile(c / kPanelRows + half, r / kTileColumns);
-        std::memcpy(tile + r % kTileColumns / 2 * kTileColumns, &pairs, sizeof(pairs));
-      }
+      StorePairs(args, r, c, even[0].gradient, odd[0].gradient);
+      StorePairs(args, r, c + kPanelRows, even[1].gradient, odd[1].gradient);
     }
   }
 }
