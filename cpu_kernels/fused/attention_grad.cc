@@ -62,12 +62,13 @@ class AttentionGradRun {
     const std::int64_t touched = std::min(slots, threads / heads_together_ + 2) * slot_bytes + threads * one.used();
     const Scratch scratch(slots * slot_bytes + threads * one.used(), touched <= kMostKept + threads * kMostKeptOfThread);
     sums_ = reinterpret_cast<float*>(scratch.data());
+    packed_.assign(static_cast<std::size_t>(threads), -1);
     std::atomic<std::int64_t> next{0};
     pool_.ParallelFor(heads, [&](std::int64_t, int worker) {
       Carver carver(scratch.data() + slots * slot_bytes + worker * one.used());
       const std::int64_t head = next.fetch_add(1), group = head / heads_together_;
       const std::int64_t slot = Begin(group);
-      Head(head, slot, Take(carver));
+      Head(head, slot, Take(carver), packed_[static_cast<std::size_t>(worker)]);
       if (!End(group)) return;
       Merge(group, slot);
       const std::lock_guard lock(mutex_);
@@ -145,11 +146,13 @@ class AttentionGradRun {
   }
 
   /// Head `index` of all sequences.
-  void Head(std::int64_t index, std::int64_t slot, const Memory& memory) const {
+  /// @param packed  the group whose keys and values lie in `memory`: few threads take several heads of one
+  void Head(std::int64_t index, std::int64_t slot, const Memory& memory, std::int64_t& packed) const {
     const std::int64_t batch = index / forward_.heads, head = index % forward_.heads, column = head * head_size_;
     const HeadRows q{forward_.q, batch, column, head_size_};
     q.Fetch(0, std::min(kRowsAhead, queries_));
-    PackKeys(batch, head / heads_together_ * head_size_, memory);
+    if (packed != index / heads_together_) PackKeys(batch, head / heads_together_ * head_size_, memory);
+    packed = index / heads_together_;
     for (std::int64_t first = 0; first < queries_; first += kQueries) {
       const std::int64_t count = std::min(kQueries, queries_ - first);
       PackQueries(batch, column, first, count, memory);
@@ -301,6 +304,7 @@ class AttentionGradRun {
   const std::int64_t sums_of_head_;
   const KernelTier& kernels_ = ChosenKernels();
   float* sums_ = nullptr;
+  std::vector<std::int64_t> packed_;      ///< of each worker, -1: none
   std::mutex mutex_;                      ///< of all below
   std::vector<std::int64_t> heads_left_;  ///< of each group, those that are not done
   std::vector<std::int64_t> slot_of_;     ///< of each group; -1: not begun
