@@ -153,10 +153,10 @@ class AttentionGradTest : public ::testing::Test {
         for (std::int64_t s = first; s < first + seen; ++s) {
           double score = 0, d = 0;
           for (std::int64_t c = 0; c < kSize; ++c) {
-            score += static_cast<double>(q(row, c0 + c)) * k(s, k0 + c);
-            d += static_cast<double>(d_out(row, c0 + c)) * v(s, k0 + c);
+            score += static_cast<double>(q_(row, c0 + c)) * k_(s, k0 + c);
+            d += static_cast<double>(d_out_(row, c0 + c)) * v_(s, k0 + c);
           }
-          p.push_back(std::exp(kScale * score + bias[static_cast<std::size_t>(s)]));
+          p.push_back(std::exp(kScale * score + bias_[static_cast<std::size_t>(s)]));
           d_p.push_back(d);
           sum += p.back();
         }
@@ -165,9 +165,9 @@ class AttentionGradTest : public ::testing::Test {
           const double d_score = kScale * p[s] * (d_p[s] - delta);
           const std::int64_t key = first + static_cast<std::int64_t>(s);
           for (std::int64_t c = 0; c < kSize; ++c) {
-            d_q_(row, c0 + c) += static_cast<float>(d_score * k(key, k0 + c));
-            d_k_(key, k0 + c) += static_cast<float>(d_score * q(row, c0 + c));
-            d_v_(key, k0 + c) += static_cast<float>(p[s] * d_out(row, c0 + c));
+            d_q_(row, c0 + c) += static_cast<float>(d_score * k_(key, k0 + c));
+            d_k_(key, k0 + c) += static_cast<float>(d_score * q_(row, c0 + c));
+            d_v_(key, k0 + c) += static_cast<float>(p[s] * d_out_(row, c0 + c));
           }
         }
       }
@@ -176,8 +176,8 @@ class AttentionGradTest : public ::testing::Test {
 
   /// In the memory that calls leave for the next one.
   static void LeaveNaN(threadpool::Pool& pool) {
-    constexpr std::int64_t rows = kKeys + 100, columns = 4 * 64;
-    const auto nan = [] { return Rows(DType::kBFloat16, rows, columns, columns); };
+    const std::int64_t rows = kKeys + 100, columns = 4 * 64;
+    const auto nan = [&] { return Rows(DType::kBFloat16, rows, columns, columns); };
     const Rows in = nan(), d_q = nan(), d_k = nan(), d_v = nan();
     const auto view = [&](const Rows& of) {
       return TensorView{of.data(), DType::kBFloat16, 3, {1, rows, columns}, {rows * columns, columns, 1}};
@@ -207,17 +207,18 @@ class AttentionGradTest : public ::testing::Test {
     got.ExpectGapsUntouched();
   }
 
-  std::mt19937_64 random{23};
-  const Dense q = RandomValues(kBatch * kQueries, kColumns, random), k = RandomValues(kBatch * kKeys, kKeyColumns, random),
-              v = RandomValues(kBatch * kKeys, kKeyColumns, random), d_out = RandomValues(kBatch * kQueries, kColumns, random);
-  const Rows q_rows{DType::kBFloat16, q, kColumns + 1}, k_rows{DType::kBFloat16, k, kKeyColumns + 4},
-      v_rows{DType::kBFloat16, v, kKeyColumns}, d_out_rows{DType::kBFloat16, d_out, kColumns + 2};
-  std::vector<float> bias = std::vector<float>(kBatch * kKeys, 0.0f);
+  std::mt19937_64 random_{23};
+  const Dense q_ = RandomValues(kBatch * kQueries, kColumns, random_), k_ = RandomValues(kBatch * kKeys, kKeyColumns, random_),
+              v_ = RandomValues(kBatch * kKeys, kKeyColumns, random_),
+              d_out_ = RandomValues(kBatch * kQueries, kColumns, random_);
+  const Rows q_rows_{DType::kBFloat16, q_, kColumns + 1}, k_rows_{DType::kBFloat16, k_, kKeyColumns + 4},
+      v_rows_{DType::kBFloat16, v_, kKeyColumns}, d_out_rows_{DType::kBFloat16, d_out_, kColumns + 2};
+  std::vector<float> bias_ = std::vector<float>(kBatch * kKeys, 0.0f);
   Dense d_q_, d_k_, d_v_;
 };
 
 TEST_F(AttentionGradTest, OnAnyNumberOfThreads) {
-  for (std::size_t s = 1; s < bias.size(); s += 5) bias[s] = -kInfinity;
+  for (std::size_t s = 1; s < bias_.size(); s += 5) bias_[s] = -kInfinity;
   for (const bool causal : {false, true}) {
     Expect(causal);
     std::vector<Rows> results;
@@ -227,12 +228,12 @@ TEST_F(AttentionGradTest, OnAnyNumberOfThreads) {
       const Rows out(DType::kBFloat16, kBatch * kQueries, kColumns, kColumns + 3);
       std::vector<float> most(static_cast<std::size_t>(kBatch * kHeads * kQueries)), inverse_sums(most);
       fused::AttentionGradArgs args;
-      args.forward = {OfSequences(q_rows, kQueries, kColumns),
-                      OfSequences(k_rows, kKeys, kKeyColumns),
-                      OfSequences(v_rows, kKeys, kKeyColumns),
+      args.forward = {OfSequences(q_rows_, kQueries, kColumns),
+                      OfSequences(k_rows_, kKeys, kKeyColumns),
+                      OfSequences(v_rows_, kKeys, kKeyColumns),
                       kHeads,
                       static_cast<float>(kScale),
-                      bias.data(),
+                      bias_.data(),
                       OfSequences(out, kQueries, kColumns),
                       kKeyHeads,
                       causal,
@@ -245,7 +246,7 @@ TEST_F(AttentionGradTest, OnAnyNumberOfThreads) {
       results.emplace_back(DType::kBFloat16, kBatch * kKeys, kKeyColumns, kKeyColumns + 5);
       results.emplace_back(DType::kBFloat16, kBatch * kKeys, kKeyColumns, kKeyColumns);
       const std::size_t at = results.size() - 3;
-      args.d_out = OfSequences(d_out_rows, kQueries, kColumns);
+      args.d_out = OfSequences(d_out_rows_, kQueries, kColumns);
       args.d_q = OfSequences(results[at], kQueries, kColumns);
       args.d_k = OfSequences(results[at + 1], kKeys, kKeyColumns);
       args.d_v = OfSequences(results[at + 2], kKeys, kKeyColumns);
@@ -268,7 +269,7 @@ TEST_F(AttentionGradTest, RefusesWhatDoesNotFit) {
   const Rows d_q(DType::kBFloat16, kBatch * kQueries, kColumns, kColumns);
   const Rows d_k(DType::kBFloat16, kBatch * kKeys, kKeyColumns, kKeyColumns);
   const Rows d_v(DType::kBFloat16, kBatch * kKeys, kKeyColumns, kKeyColumns);
-  const TensorView queries = OfSequences(q_rows, kQueries, kColumns), keys = OfSequences(k_rows, kKeys, kKeyColumns);
+  const TensorView queries = OfSequences(q_rows_, kQueries, kColumns), keys = OfSequences(k_rows_, kKeys, kKeyColumns);
   std::vector<float> saved(static_cast<std::size_t>(kBatch * kHeads * kQueries));
   const auto refused = [&](const char* name, auto change) {
     fused::AttentionGradArgs args{{queries, keys, keys, kHeads, 1.0f, nullptr, queries, kKeyHeads},
