@@ -229,6 +229,16 @@ OutputTensor RowsOfSequences(std::int64_t batch, std::int64_t rows, std::int64_t
   return out;
 }
 
+/// What forward and backward of attention of many queries take alike, but for the bias.
+void ReadAttention(const py::object& q, const py::object& k, const py::object& v, std::int64_t heads, float scale,
+                   std::int64_t key_heads, bool causal, fused::AttentionArgs& args) {
+  ReadFactors(q, k, v, args);
+  args.heads = heads;
+  args.scale = scale;
+  args.key_heads = key_heads;
+  args.causal = causal;
+}
+
 /// Queries of all heads and sequences. Throws std::invalid_argument if there are no such heads.
 std::int64_t QueriesOf(const fused::AttentionArgs& args) {
   if (args.heads < 1 || args.heads > args.q.shape[2]) {
@@ -243,11 +253,7 @@ py::object Attention(const py::object& q, const py::object& k, const py::object&
                      const py::object& bias, std::int64_t key_heads, bool causal, bool save) {
   UsesTorch torch;
   fused::AttentionArgs args;
-  ReadFactors(q, k, v, args);
-  args.heads = heads;
-  args.key_heads = key_heads;
-  args.causal = causal;
-  args.scale = scale;
+  ReadAttention(q, k, v, heads, scale, key_heads, causal, args);
   const FloatVector bias_values(bias, "bias", args.k.shape[0] * args.k.shape[1]);
   args.bias = bias_values.data();
   OutputTensor out = RowsOfSequences(args.q.shape[0], args.q.shape[1], args.q.shape[2], args.out), statistics;
@@ -268,13 +274,9 @@ py::object AttentionBackward(const py::object& d_out, const py::object& q, const
   UsesTorch torch;
   fused::AttentionGradArgs args;
   fused::AttentionArgs& forward = args.forward;
-  ReadFactors(q, k, v, forward);
+  ReadAttention(q, k, v, heads, scale, key_heads, causal, forward);
   forward.out = ViewOf(out, {"out"}, kTypes);
   args.d_out = ViewOf(d_out, {"d_out"}, kTypes);
-  forward.heads = heads;
-  forward.key_heads = key_heads;
-  forward.causal = causal;
-  forward.scale = scale;
   const FloatVector bias_values(bias, "bias", forward.k.shape[0] * forward.k.shape[1]);
   forward.bias = bias_values.data();
   const std::int64_t queries = QueriesOf(forward);

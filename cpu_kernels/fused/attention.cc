@@ -69,15 +69,11 @@ class AttentionRun {
   };
 
   Memory Take(Carver& carver) const {
-    const auto tiles = [&](TileMatrix matrix) {
-      matrix.data = carver.Take<BFloat16>(matrix.size());
-      return matrix;
-    };
     Memory memory{};
-    memory.keys = tiles(TileMatrix::Activations(nullptr, keys_, head_size_));
-    memory.values = tiles(TileMatrix::RowPairs(nullptr, keys_, head_size_));
-    memory.queries = tiles(TileMatrix::Activations(nullptr, block_, head_size_));
-    memory.powers = tiles(TileMatrix::Activations(nullptr, block_, keys_));
+    memory.keys = TakeTiles(carver, TileMatrix::Activations(nullptr, keys_, head_size_));
+    memory.values = TakeTiles(carver, TileMatrix::RowPairs(nullptr, keys_, head_size_));
+    memory.queries = TakeTiles(carver, TileMatrix::Activations(nullptr, block_, head_size_));
+    memory.powers = TakeTiles(carver, TileMatrix::Activations(nullptr, block_, keys_));
     memory.scores = carver.Take<float>(block_ * ld_scores_);
     memory.out = carver.Take<float>(block_ * ld_out_);
     memory.inverse_sums = carver.Take<float>(block_);

@@ -93,22 +93,18 @@ class AttentionGradRun {
   };
 
   Memory Take(Carver& carver) const {
-    const auto tiles = [&](TileMatrix matrix) {
-      matrix.data = carver.Take<BFloat16>(matrix.size());
-      return matrix;
-    };
     const std::int64_t columns = RoundUp(head_size_, kTileColumns);
     Memory memory{};
-    memory.keys = tiles(TileMatrix::Activations(nullptr, keys_, columns));
-    memory.values = tiles(TileMatrix::Activations(nullptr, keys_, columns));
-    memory.keys_t = tiles(TileMatrix::Activations(nullptr, columns, keys_));
-    memory.queries = tiles(TileMatrix::Activations(nullptr, kQueries, columns));
-    memory.d_out = tiles(TileMatrix::Activations(nullptr, kQueries, columns));
-    memory.query_rows = tiles(TileMatrix::RowPairs(nullptr, kQueries, head_size_));
-    memory.d_out_rows = tiles(TileMatrix::RowPairs(nullptr, kQueries, head_size_));
-    memory.probabilities = tiles(TileMatrix::Activations(nullptr, kKeys, kQueries));
-    memory.d_scores = tiles(TileMatrix::Activations(nullptr, kKeys, kQueries));
-    memory.d_score_pairs = tiles(TileMatrix::RowPairs(nullptr, kKeys, kQueries));
+    memory.keys = TakeTiles(carver, TileMatrix::Activations(nullptr, keys_, columns));
+    memory.values = TakeTiles(carver, TileMatrix::Activations(nullptr, keys_, columns));
+    memory.keys_t = TakeTiles(carver, TileMatrix::Activations(nullptr, columns, keys_));
+    memory.queries = TakeTiles(carver, TileMatrix::Activations(nullptr, kQueries, columns));
+    memory.d_out = TakeTiles(carver, TileMatrix::Activations(nullptr, kQueries, columns));
+    memory.query_rows = TakeTiles(carver, TileMatrix::RowPairs(nullptr, kQueries, head_size_));
+    memory.d_out_rows = TakeTiles(carver, TileMatrix::RowPairs(nullptr, kQueries, head_size_));
+    memory.probabilities = TakeTiles(carver, TileMatrix::Activations(nullptr, kKeys, kQueries));
+    memory.d_scores = TakeTiles(carver, TileMatrix::Activations(nullptr, kKeys, kQueries));
+    memory.d_score_pairs = TakeTiles(carver, TileMatrix::RowPairs(nullptr, kKeys, kQueries));
     memory.scores = carver.Take<float>(kKeys * kLdBlock);
     memory.d_probabilities = carver.Take<float>(kKeys * kLdBlock);
     memory.d_queries = carver.Take<float>(columns * kLdBlock);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cpu_kernels/aligned_buffer.h"
 #include "cpu_kernels/fused/attention.h"
 #include "cpu_kernels/fused/ranges.h"
 #include "cpu_kernels/kernels.h"
@@ -17,6 +18,12 @@ inline std::int64_t HeadsTogether(const AttentionArgs& args) { return args.key_h
 
 /// Rows that are fetched before they are packed: the kernel itself runs ahead from there.
 inline constexpr std::int64_t kRowsAhead = 128;
+
+/// The matrix with memory for its tiles.
+inline TileMatrix TakeTiles(Carver& carver, TileMatrix matrix) {
+  matrix.data = carver.Take<BFloat16>(matrix.size());
+  return matrix;
+}
 
 /// The rows of one head, as kernels take them.
 struct HeadRows {

@@ -32,6 +32,7 @@ def test_document(capsys):
     assert experts["ratio"] == pytest.approx(experts["inside"]["median"] / experts["alone"]["median"])
     assert others["ratio"] == pytest.approx(others["with"]["median"] / others["without"]["median"])
     fused = document["fused_step_ms"]
+    assert 0 < fused["loss_difference"] < 1e-2  # rounded elsewhere, so not 0
     assert fused["min"] > 0 and fused["ratio"] == pytest.approx(step["median"] / fused["median"])
     assert 0 < experts["inside"]["max"] < step["max"] and experts["alone"]["min"] > 0
     assert 0 < others["with"]["min"] < step["min"] and others["without"]["min"] > 0

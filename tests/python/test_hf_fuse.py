@@ -367,6 +367,26 @@ def test_masks_of_keys(engine_attention: list[torch.Size]) -> None:
     assert len(engine_attention) == 2
 
 
+def test_masks_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may remember its own mask in the middle of a look."""
+    from moesaic.hf import attention
+
+    masks = [torch.ones(1, 1, 24, 24, dtype=torch.bool).tril() for _ in range(2)]
+    masks[1][..., :5] = False
+    found = [attention._read_mask(mask, 1, 24, 24) for mask in masks]
+
+    def entry(which: int, look: Callable[[], torch.Tensor]) -> Any:
+        return (look, masks[which]._version, (1, 24, 24), found[which])
+
+    def interrupted() -> torch.Tensor:
+        monkeypatch.setattr(attention, "_seen", entry(1, lambda: masks[1]))
+        return masks[0]
+
+    monkeypatch.setattr(attention, "_seen", entry(0, interrupted))
+    assert attention._key_mask(masks[0], 1, 24, 24) is found[0]
+    assert attention._key_mask(masks[1], 1, 24, 24) is found[1]
+
+
 def test_generation_with_either_cache(engine_attention: list[torch.Size]) -> None:
     model = qwen3_moe(head_dim=32).bfloat16().eval()
     moesaic.hf.fuse(model)

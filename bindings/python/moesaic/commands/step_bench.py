@@ -22,12 +22,15 @@ SCHEMA = 1
 # What each ratio should stay below.
 INSIDE_BAR = 1.10
 OTHERS_BAR = 1.02
+# Of the losses of a plain step and a fused one, relative.
+LOSS_TOLERANCE = 1e-2
 
 _DESCRIPTION = """\
 Trains a small Qwen3-MoE with random weights through transformers and PEFT (LoRA on attention and experts, bf16, no
 checkpointing), and takes turns between a step (forward and backward), the same step with experts that compute
 nothing, the experts' calls of that step alone, on the same inputs, and the step after moesaic.hf.fuse. inside / alone:
-the engine's time. with / without: what the step takes besides. plain / fused: the whole step."""
+the engine's time. with / without: what the step takes besides. plain / fused: the whole step, whose losses must agree
+within 1%, else it exits 1."""
 
 _TOKENS, _REPS, _WARMUP, _RANK = 512, 10, 3, 16
 
@@ -51,7 +54,7 @@ def add_parser(benches: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; 0.
+    """Runs the command; 0, or 1 if the fused step computes something else.
 
     Raises:
         CommandError: transformers or PEFT is missing.
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(document)
     else:
         _show(document)
-    return 0
+    return 0 if document["fused_step_ms"]["loss_difference"] <= LOSS_TOLERANCE else 1
 
 
 def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -98,6 +101,7 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
     alone: list[float] = []
     total: list[float] = []
     fused: list[float] = []
+    differences: list[float] = []
     others: list[float] = []
     others_without: list[float] = []
     for i in range(args.warmup + args.reps):
@@ -109,8 +113,9 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
             rest = step_ms()
         with moesaic.profile() as profile:
             step.run_alone()
+        loss = step.run()
         moesaic.hf.fuse(model)
-        step.run()  # packs what is frozen
+        differences.append(abs(step.run() / loss - 1.0))  # which also packs what is frozen
         with moesaic.profile():  # as around the plain step
             whole_fused = step_ms()
         moesaic.hf.unfuse(model)
@@ -135,7 +140,11 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
         "rank": args.rank,
         "calls": len(step.calls),
         "step_ms": _summary(total),
-        "fused_step_ms": {**_summary(fused), "ratio": statistics.median(total) / statistics.median(fused)},
+        "fused_step_ms": {
+            **_summary(fused),
+            "ratio": statistics.median(total) / statistics.median(fused),
+            "loss_difference": float(torch.tensor(differences).max()),  # NaN, if one is
+        },
         "experts_ms": {"inside": _summary(inside), "alone": _summary(alone), **_ratio(inside, alone, INSIDE_BAR)},
         "others_ms": {
             "with": _summary(others),
@@ -225,5 +234,8 @@ def _show(document: dict[str, Any]) -> None:
             [name, f"{values['ratio']:.3f}  (bar: {values['bar']:g})"]
             for name, values in (("experts: inside / alone", experts), ("the rest: with / without", others))
         ]
-        + [["the step: plain / fused", f"{document['fused_step_ms']['ratio']:.3f}"]],
+        + [
+            ["the step: plain / fused", f"{document['fused_step_ms']['ratio']:.3f}"],
+            ["their losses differ by", f"{document['fused_step_ms']['loss_difference']:.1e}"],
+        ],
     )

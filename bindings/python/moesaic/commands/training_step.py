@@ -120,9 +120,11 @@ class TrainingStep:
         with replaced_experts(_recorder(self.calls)):
             self.run()
 
-    def run(self) -> None:
-        """The step."""
-        self._model(input_ids=self._ids, labels=self._ids).loss.backward()
+    def run(self) -> float:
+        """The step; its loss."""
+        loss = self._model(input_ids=self._ids, labels=self._ids).loss
+        loss.backward()
+        return float(loss.detach())
 
     def run_alone(self) -> list[float]:
         """Its calls without anything between them: all forwards, then all backwards, last layer first. Milliseconds of

@@ -334,7 +334,7 @@ class _Steps:
         self._turn += 1
         self._progress(f"turn {self._turn} of {TURNS}: training steps")
 
-        def behind_the_same(run: Callable[[], None]) -> list[float]:
+        def behind_the_same(run: Callable[[], object]) -> list[float]:
             run()
             return engine_calls_ms(run)
 
