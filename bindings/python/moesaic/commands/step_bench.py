@@ -92,10 +92,11 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
 
     step = TrainingStep(model, args.tokens)
 
-    def step_ms() -> float:
+    def timed() -> tuple[float, float]:
+        """Milliseconds of a step, and its loss."""
         start = time.perf_counter()
-        step.run()
-        return (time.perf_counter() - start) * 1e3
+        loss = step.run()
+        return (time.perf_counter() - start) * 1e3, loss
 
     inside: list[float] = []
     alone: list[float] = []
@@ -107,17 +108,17 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
     for i in range(args.warmup + args.reps):
         progress(f"repetition {i + 1} of {args.warmup + args.reps}")
         with moesaic.profile() as profile:
-            whole = step_ms()
+            whole, loss = timed()
         experts = _engine_ms(profile)
         with replaced_experts(_nothing_computed()):
-            rest = step_ms()
+            rest, _ = timed()
         with moesaic.profile() as profile:
             step.run_alone()
-        loss = step.run()
         moesaic.hf.fuse(model)
-        differences.append(abs(step.run() / loss - 1.0))  # which also packs what is frozen
+        step.run()  # packs what is frozen
         with moesaic.profile():  # as around the plain step
-            whole_fused = step_ms()
+            whole_fused, fused_loss = timed()
+        differences.append(abs(fused_loss / loss - 1.0))
         moesaic.hf.unfuse(model)
         step.run()  # PyTorch's own copies of weights, and their caches
         if i >= args.warmup:
