@@ -138,10 +138,12 @@ OutputTensor RowsLike(const TensorView& like, std::int64_t features) {
   return OutputTensor::Like(layout);
 }
 
-/// @param save  whether what backward needs is returned too
+/// @param save  whether what backward needs is returned too: the activation's input, what the norm was computed from, and what
+///              an adapter made of x, [r, rows]
 py::tuple Linear(const py::object& x, const PackedMatrix* weight, bool transposed, const py::object& bias,
-                 const py::object& addend, const std::string& activation, const py::object& residual, const std::string& norm,
-                 const py::object& gamma, const py::object& beta, float epsilon, bool save, const py::object& out) {
+                 const py::object& addend, const py::object& lora_a, const py::object& lora_b, float lora_scale,
+                 const std::string& activation, const py::object& residual, const std::string& norm, const py::object& gamma,
+                 const py::object& beta, float epsilon, bool save, const py::object& out) {
   UsesTorch torch;
   fused::LinearArgs args;
   const TensorView x_view = ViewOf(x, {"x"}, kTypes);
@@ -153,16 +155,20 @@ py::tuple Linear(const py::object& x, const PackedMatrix* weight, bool transpose
       beta_values(beta, "beta", columns);
   args.bias = bias_values.data();
   args.addend = OptionalView(addend, "addend");
+  args.low_rank.a = OptionalView(lora_a, "lora_a");
+  args.low_rank.b = OptionalView(lora_b, "lora_b");
+  args.low_rank.scale = lora_scale;
   args.activation = ActivationOf(activation);
   if (!residual.is_none()) args.residual = RowsOf(ViewOf(residual, {"residual"}, kTypes), "residual");
   args.norm = NormOf(norm);
   args.gamma = gamma_values.data();
   args.beta = beta_values.data();
   args.epsilon = epsilon;
-  if (weight == nullptr && (args.norm == Norm::kNone || args.residual.defined() || args.addend.defined())) {
+  if (weight == nullptr && (args.norm == Norm::kNone || args.residual.defined() || args.addend.defined() ||
+                            args.low_rank.defined())) {
     throw std::invalid_argument("weight is None; expected one, or a norm of x alone");
   }
-  OutputTensor fresh, pre, normalized, inverse_std;
+  OutputTensor fresh, pre, normalized, inverse_std, low;
   if (out.is_none()) {
     args.out = RowsOf((fresh = RowsLike(x_view, columns)).view(), "out");
   } else {
@@ -176,8 +182,31 @@ py::tuple Linear(const py::object& x, const PackedMatrix* weight, bool transpose
     inverse_std = OutputTensor::Contiguous(DType::kFloat32, rows, 1);
     args.inverse_std = static_cast<float*>(inverse_std.data());
   }
+  if (save && args.low_rank.defined()) {
+    low = OutputTensor::Contiguous(DType::kFloat32, args.low_rank.rank(), rows);
+    args.low_rank.low = static_cast<float*>(low.data());
+  }
   Compute(torch, [&] { fused::Linear(args, Pool::Default()); });
-  return py::make_tuple(out.is_none() ? fresh.ToTorch() : out, pre.ToTorch(), normalized.ToTorch(), inverse_std.ToTorch());
+  return py::make_tuple(out.is_none() ? fresh.ToTorch() : out, pre.ToTorch(), normalized.ToTorch(), inverse_std.ToTorch(),
+                        low.ToTorch());
+}
+
+/// @param p, low  [r, rows] fp32, as Linear() gave them for d and for x
+py::tuple LowRankBackward(const py::object& p, const py::object& low, const py::object& x, const py::object& d) {
+  UsesTorch torch;
+  fused::LowRankGradArgs args;
+  args.x = RowsOf(ViewOf(x, {"x"}, kTypes), "x");
+  args.d = RowsOf(ViewOf(d, {"d"}, kTypes), "d");
+  args.rank = ViewOf(p, {"p"}, kTypes).shape[0];
+  const FloatVector p_values(p, "p", args.rank * args.x.shape[0]), low_values(low, "low", args.rank * args.x.shape[0]);
+  args.p = p_values.data();
+  args.low = low_values.data();
+  OutputTensor d_a = OutputTensor::Contiguous(DType::kFloat32, args.rank, args.x.shape[1]);
+  OutputTensor d_b = OutputTensor::Contiguous(DType::kFloat32, args.d.shape[1], args.rank);
+  args.d_a = static_cast<float*>(d_a.data());
+  args.d_b = static_cast<float*>(d_b.data());
+  Compute(torch, [&] { fused::LowRankGrad(args, Pool::Default()); });
+  return py::make_tuple(d_a.ToTorch(), d_b.ToTorch());
 }
 
 py::tuple NormBackward(const std::string& norm, const py::object& d_out, const py::object& normalized,
@@ -383,9 +412,11 @@ void BindFused(py::module_& module) {
           },
           arg("weight"));
   module.def("fused_linear", &Linear, arg("x"), arg("weight").none(true), arg("transposed") = false, arg("bias") = py::none(),
-             arg("addend") = py::none(), arg("activation") = "none", arg("residual") = py::none(), arg("norm") = "none",
+             arg("addend") = py::none(), arg("lora_a") = py::none(), arg("lora_b") = py::none(), arg("lora_scale") = 1.0f,
+             arg("activation") = "none", arg("residual") = py::none(), arg("norm") = "none",
              arg("gamma") = py::none(), arg("beta") = py::none(), arg("eps") = 0.0f, arg("save") = false,
              arg("out") = py::none());
+  module.def("low_rank_backward", &LowRankBackward, arg("p"), arg("low"), arg("x"), arg("d"));
   module.def("norm_backward", &NormBackward, arg("norm"), arg("d_out"), arg("normalized"), arg("inverse_std"), arg("gamma"));
   module.def("activation_backward", &ActivationBackward, arg("activation"), arg("d_out"), arg("pre"));
   module.def("attention", &Attention, arg("q"), arg("k"), arg("v"), arg("heads"), arg("scale"), arg("bias") = py::none(),

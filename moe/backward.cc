@@ -23,7 +23,7 @@ std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, std::int64_t
   const std::int64_t r1 = lora.padded_input_rank();
   const bool d_b = lora.wants(kLoraBGate) || lora.wants(kLoraBUp);
   const auto take_split = [&](std::int64_t rank) {
-    return SplitTiles{take(rank > 0, rows, rank), take(!LoraCall::IsTwice(rank), rows, rank)};
+    return SplitTiles{take(rank > 0, rows, rank), take(!IsRankTwice(rank), rows, rank)};
   };
   d = take(true, rows, hidden);
   q = take_split(lora.down_rank());

@@ -83,9 +83,9 @@ void BackwardPass::DownLoraLow(const Job& job, const BackwardBuffers& buffers) {
     for (std::int64_t i = 0; i < job.rows; ++i) {
       for (std::int64_t k = 0; k < r2; ++k) wq[i * rank + k] = routing_weights[i] * q[i * rank + k];
     }
-    PackSplit(wq, job.rows, r2, rank, TileKind::kRowPairs, buffers.wq);
+    PackSplit(kernels, wq, job.rows, r2, rank, TileKind::kRowPairs, buffers.wq);
   }
-  PackSplit(q, job.rows, r2, rank, DirectKind(job), buffers.q);
+  PackSplit(kernels, q, job.rows, r2, rank, DirectKind(job), buffers.q);
 }
 
 void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {

@@ -64,9 +64,9 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
   }
   if (buffers.p_t.hi.data != nullptr) {
     TransposeSmall(p, rank, job.rows, r1, p_t, ld);
-    PackSplit(p_t, r1, job.rows, ld, TileKind::kOperand, buffers.p_t);
+    PackSplit(kernels, p_t, r1, job.rows, ld, TileKind::kOperand, buffers.p_t);
   }
-  PackSplit(p, job.rows, r1, rank, TileKind::kOperand, buffers.p);
+  PackSplit(kernels, p, job.rows, r1, rank, TileKind::kOperand, buffers.p);
 }
 
 void BackwardPass::SumHidden(std::int64_t index, std::int64_t part) {

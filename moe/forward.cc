@@ -26,7 +26,7 @@ struct ForwardBuffers {
       return tiles;
     };
     const auto take_split = [&](std::int64_t rank) {
-      return SplitTiles{take(rank), LoraCall::IsTwice(rank) ? TileMatrix{} : take(rank)};
+      return SplitTiles{take(rank), IsRankTwice(rank) ? TileMatrix{} : take(rank)};
     };
     x = take(hidden);
     low = take_split(lora.input_rank());
@@ -185,7 +185,7 @@ class ForwardPass : public Pass {
         if (saved != nullptr) saved[i * rank + k] = ToBFloat16(low[i * ld + k]);
       }
     }
-    PackSplit(low, job.rows, rank, ld, kind, tiles);
+    PackSplit(kernels, low, job.rows, rank, ld, kind, tiles);
   }
 
   /// G^T, U^T for a range of I, some blocks of 32 rows at a time, and Z = silu(G) * U while they are in cache.

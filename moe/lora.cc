@@ -129,7 +129,7 @@ bool LoraCall::wants_any() const {
 
 TileMatrix LoraCall::MatrixOf(LoraMatrix m) const {
   const Pieces& pieces = pieces_[m];
-  const bool twice = pieces.rows > 0 && IsTwice(RankOf(m)) && (m == kLoraA || m == kLoraBDownT);
+  const bool twice = pieces.rows > 0 && IsRankTwice(RankOf(m)) && (m == kLoraA || m == kLoraBDownT);
   if (twice) return TileMatrix::RepeatedPanel(nullptr, pieces.rows / kPanelRows, pieces.columns);
   return TileMatrix::Weights(nullptr, pieces.rows, pieces.columns);
 }

@@ -26,7 +26,7 @@
 #include <span>
 #include <vector>
 
-#include "cpu_kernels/gemm/tiles.h"
+#include "cpu_kernels/gemm/split_tiles.h"
 #include "cpu_kernels/kernels.h"
 #include "moe/config.h"
 #include "moe/shards.h"
@@ -62,8 +62,6 @@ class LoraCall {
   std::int64_t padded_input_rank() const { return RoundUp(input_rank_, kTileColumns); }
   std::int64_t padded_down_rank() const { return RoundUp(down_rank_, kTileColumns); }
   bool any() const { return input_rank_ + down_rank_ > 0; }
-  /// Whether the matrices of that rank hold it twice.
-  static bool IsTwice(std::int64_t rank) { return rank <= kPanelRows; }
   /// A matrix is of so many ranks (R1 or R2) and features (H or I).
   std::int64_t RankOf(LoraMatrix m) const { return m == kLoraADownT || m == kLoraBDownT ? down_rank_ : input_rank_; }
   std::int64_t FeaturesOf(LoraMatrix m) const { return m == kLoraA || m == kLoraBDownT ? config_.hidden_size : shard_.size; }

@@ -89,7 +89,7 @@ LoraCall::Block LoraCall::Intersect(const Piece& piece, const Tiles& tiles) {
 
 void LoraCall::Pack(LoraMatrix m, const Strips& strips, std::int64_t first_expert, std::span<const ExpertLora> targets) const {
   const bool repeats = MatrixOf(m).repeats;
-  PackCall call{m, IsTwice(RankOf(m)) && !repeats, TilesOf(m, strips), first_expert, targets};
+  PackCall call{m, IsRankTwice(RankOf(m)) && !repeats, TilesOf(m, strips), first_expert, targets};
   if (repeats) call.tiles.end_panel = 1;
   // A matrix of up or gate that no adapter feeds is all zeros.
   switch (pieces_[m].parameters.empty() ? Axis::kNone : PackingAxis(pieces_[m])) {

@@ -45,13 +45,6 @@ RowSource MakeRowSource(const TensorView& tensor, AlignedBuffer& copy) {
   return {static_cast<const char*>(copy.data()), DType::kBFloat16, columns * SizeOf(DType::kBFloat16)};
 }
 
-void TransposeSmall(const float* in, std::int64_t ld_in, std::int64_t rows, std::int64_t columns, float* out,
-                    std::int64_t ld_out) {
-  for (std::int64_t i = 0; i < rows; ++i) {
-    for (std::int64_t j = 0; j < columns; ++j) out[j * ld_out + i] = in[i * ld_in + j];
-  }
-}
-
 Pass::Pass(Phase direction, const LayerConfig& config_, const PackedWeights& weights_, std::span<const LoraAdapter> adapters,
            std::span<const LoraAdapterGrad> gradients, std::int64_t tokens_, std::int64_t top_k_, const threadpool::Pool& pool)
     : config(config_),
@@ -252,40 +245,6 @@ void Pass::MultiplyToRows(const Job& job, std::span<const GemmSegment> segments,
   gemm.ldc = kSumsPitch;
   gemm.depth = blocking.unpack_depth;
   kernels.unpack_gemm(gemm);
-}
-
-void Pass::PackSplit(float* values, std::int64_t rows, std::int64_t columns, std::int64_t ld, TileKind kind,
-                     const SplitTiles& tiles) const {
-  std::vector<const void*> pointers(static_cast<std::size_t>(rows));
-  for (std::int64_t i = 0; i < rows; ++i) pointers[i] = values + i * ld;
-  PackRowsArgs pack;
-  pack.rows = pointers.data();
-  pack.count = rows;
-  pack.columns = columns;
-  const bool row_pairs = kind == TileKind::kRowPairs;
-  pack.panels = row_pairs ? 2 * tiles.hi.columns : tiles.hi.panels;
-  pack.tile_columns = row_pairs ? CeilDiv(tiles.hi.panels, 2) : tiles.hi.columns;
-  TileMatrix& out = row_pairs                   ? pack.row_pairs
-                    : kind == TileKind::kPairs  ? pack.pairs
-                    : kind == TileKind::kStored ? pack.stored
-                                                : pack.operand;
-  out = tiles.hi;
-  if (tiles.lo.data == nullptr) {
-    for (std::int64_t i = 0; i < rows; ++i) {
-      float* row = values + i * ld;
-      std::fill(row + columns, row + kPanelRows, 0.0f);
-      for (std::int64_t k = 0; k < kPanelRows; ++k) row[kPanelRows + k] = row[k] - ToFloat(ToBFloat16(row[k]));
-    }
-    pack.columns = kTileColumns;
-    kernels.pack_rows(pack);
-    return;
-  }
-  kernels.pack_rows(pack);
-  for (std::int64_t i = 0; i < rows; ++i) {
-    for (std::int64_t k = 0; k < columns; ++k) values[i * ld + k] -= ToFloat(ToBFloat16(values[i * ld + k]));
-  }
-  out = tiles.lo;
-  kernels.pack_rows(pack);
 }
 
 Phase Pass::PhaseThatReads(LoraMatrix m) const {

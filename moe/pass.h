@@ -18,6 +18,7 @@
 #include <span>
 #include <vector>
 
+#include "cpu_kernels/gemm/split_tiles.h"
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tile_evaluator.h"
 #include "moe/jobs.h"
@@ -69,29 +70,6 @@ struct Stage {
   bool sums = false;
   /// The sweeps of adapters in place that come behind the jobs wait for it.
   bool swept = false;
-};
-
-/// A rank-wide intermediate in two bf16 parts, hi + lo: together they carry 16 bits of each value. One number of it stands in
-/// for a whole row of the result, so that its rounding error does not average out as those of wide operands do; with a small
-/// rank and strong adapters a single part was measured to put 2.5e-3 of relative error on its own into the outputs. The second
-/// part is one more step of the contraction, or, in the matrices of a rank that the adapters hold twice (moe/lora.h), the other
-/// half of the same step: `hi` then has both, and `lo` is empty.
-struct SplitTiles {
-  TileMatrix hi;
-  TileMatrix lo;
-};
-
-/// The sum of products that one result is.
-struct Segments {
-  std::array<GemmSegment, 4> segment{};
-  std::size_t count = 0;
-
-  void Add(const TileMatrix& weights, const TileMatrix& activations) { segment[count++] = {weights, activations}; }
-  void Add(const TileMatrix& weights, const SplitTiles& activations) {
-    Add(weights, activations.hi);
-    if (activations.lo.data != nullptr) Add(weights, activations.lo);
-  }
-  operator std::span<const GemmSegment>() const { return {segment.data(), count}; }  // NOLINT: it is that span
 };
 
 class Pass {
@@ -196,12 +174,7 @@ class Pass {
   /// The unpack form for a range of tile columns of H, rounded to bf16, to the job's rows of workspace->rows.
   void MultiplyToRows(const Job& job, std::span<const GemmSegment> segments, Range columns) const;
 
-  /// Lays [rows][columns] fp32 out as hi and lo tiles, or as both in one. `values` [rows][ld] is overwritten; ld is at least
-  /// a tile's columns for the latter.
-  enum class TileKind { kOperand, kPairs, kStored, kRowPairs };
   TileKind DirectKind(const Job& job) const { return StoredRows(job) > 0 ? TileKind::kStored : TileKind::kPairs; }
-  void PackSplit(float* values, std::int64_t rows, std::int64_t columns, std::int64_t ld, TileKind kind,
-                 const SplitTiles& tiles) const;
 
  private:
   /// Gives experts their places in the ring of adapters, or adapters in place their intermediates; returns the bytes.
@@ -268,9 +241,5 @@ class Pass {
   std::int64_t group_slots_ = 1;
   std::vector<ExpertLora> expert_lora_;  ///< by shard and expert; empty entries for those without rows
 };
-
-/// The fp32 columns [rows][ld] of a transposed result [columns][ld_in].
-void TransposeSmall(const float* in, std::int64_t ld_in, std::int64_t rows, std::int64_t columns, float* out,
-                    std::int64_t ld_out);
 
 }  // namespace moesaic::moe

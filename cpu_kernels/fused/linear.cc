@@ -1,6 +1,7 @@
 #include "cpu_kernels/fused/linear.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <stdexcept>
@@ -156,6 +157,8 @@ class LinearRun {
                 BeyondCaches(2 * shape_.rows * shape_.columns * SizeOf(args.x.dtype), pool)) {}
 
   void Run() {
+    Carver of_factors;
+    TakeFactors(of_factors);
     Carver one;
     Take(one);
     worker_bytes_ = one.used();
@@ -163,9 +166,12 @@ class LinearRun {
     const std::int64_t first = RowsOf(plan_, plan_.undivided(), shape_.rows).begin, rows = shape_.rows - first;
     const bool apart = has_norm_ && plan_.divided > 0;
     const std::int64_t sums_bytes = apart ? RoundUp(rows, 32) * ld_ * 4 : 0;
-    const Scratch scratch(pool_.num_threads() * worker_bytes_ + sums_bytes);
+    const Scratch scratch(pool_.num_threads() * worker_bytes_ + of_factors.used() + sums_bytes);
     base_ = scratch.data();
-    auto* const sums = reinterpret_cast<float*>(base_ + pool_.num_threads() * worker_bytes_);
+    Carver shared(base_ + pool_.num_threads() * worker_bytes_);
+    TakeFactors(shared);
+    auto* const sums = shared.Take<float>(sums_bytes / 4);
+    pool_.ParallelFor(factors_.tasks(), [&](std::int64_t task, int) { factors_.Pack(task, kernels_); });
     // Of few rows all blocks are divided, and their norm is as well. Of many rows a block's last part brings it.
     const bool norm_at_the_end = apart && plan_.undivided() == 0;
     std::vector<std::atomic<std::int64_t>> parts_left(apart && !norm_at_the_end ? plan_.divided : 0);
@@ -200,7 +206,15 @@ class LinearRun {
     float* fp32;             ///< fp32: scratch of the GEMM
     float* sums;             ///< [block_rows][ld_]; direct form: of a panel of rows
     float* values;           ///< with a norm: scratch of its kernel
+    SplitTiles low;          ///< with a low-rank change: L or P of a block, as its input
+    float* low_values;       ///< [block_rows][padded rank]
+    float* low_transposed;   ///< [padded rank][block_rows]
   };
+
+  /// A and B of a low-rank change, for all workers.
+  void TakeFactors(Carver& carver) {
+    if (args_.low_rank.defined()) factors_ = LowRankTiles(args_.low_rank, carver);
+  }
 
   Memory Take(Carver& carver) const {
     Memory memory{};
@@ -211,8 +225,11 @@ class LinearRun {
       const TileMatrix shape = TileMatrix::Activations(nullptr, plan_.block_rows, shape_.depth);
       memory.input = shape;
       memory.input.data = carver.Take<BFloat16>(shape.size());
-      const GemmSegment segment{args_.weight->tiles(), {}};
-      if (form_ == Form::kUnpack) memory.unpacked = carver.Take<BFloat16>(UnpackScratchElements({&segment, 1}));
+      if (args_.low_rank.defined()) TakeLow(carver, memory);
+      // Of a low-rank change hi and, where it has one, lo.
+      const std::array segments{GemmSegment{args_.weight->tiles(), {}}, GemmSegment{factors_.a(), {}},
+                                GemmSegment{factors_.a(), {}}};
+      if (form_ == Form::kUnpack) memory.unpacked = carver.Take<BFloat16>(UnpackScratchElements(segments));
       const std::int64_t most = plan_.undivided() > 0 ? shape_.columns : plan_.split_columns;
       const std::int64_t columns = has_norm_ ? RoundUp(most, 32) : std::min(RoundUp(most, 32), kChunkColumns);
       if (form_ == Form::kDirect) memory.transposed_sums = carver.Take<float>(columns * SumsPitch(plan_.block_rows));
@@ -221,6 +238,16 @@ class LinearRun {
     memory.sums = carver.Take<float>(args_.weight != nullptr ? rows_of_sums * ld_ : 0);
     memory.values = carver.Take<float>(has_norm_ ? EpilogueScratch(shape_.columns) : 0);
     return memory;
+  }
+  void TakeLow(Carver& carver, Memory& memory) const {
+    const std::int64_t rank = RoundUp(args_.low_rank.rank(), kTileColumns);
+    for (TileMatrix* part : {&memory.low.hi, &memory.low.lo}) {
+      if (part == &memory.low.lo && IsRankTwice(args_.low_rank.rank())) continue;
+      *part = TileMatrix::Activations(nullptr, plan_.block_rows, rank);
+      part->data = carver.Take<BFloat16>(part->size());
+    }
+    memory.low_values = carver.Take<float>(plan_.block_rows * rank);
+    memory.low_transposed = carver.Take<float>(plan_.block_rows * rank);
   }
   Memory MemoryOf(int worker) const {
     Carver carver(base_ + worker * worker_bytes_);
@@ -238,6 +265,7 @@ class LinearRun {
       return;
     }
     PackInput(row, rows, memory);
+    if (args_.low_rank.defined()) PackLow(row, rows, column == 0, memory);
     const std::int64_t step = has_norm_ ? end - column : kChunkColumns;
     const std::int64_t rows_at_once = form_ == Form::kDirect ? kPanelRows : rows;
     for (std::int64_t from = column; from < end; from += step) {
@@ -292,6 +320,57 @@ class LinearRun {
     kernels_.pack_rows(pack);
   }
 
+  /// L or P of a block, from its input: the other factor of what the low-rank change adds.
+  /// @param keep  whether args.low_rank.low gets it, if it is wanted
+  void PackLow(std::int64_t row, std::int64_t rows, bool keep, Memory& memory) const {
+    const std::int64_t rank = args_.low_rank.rank(), padded = factors_.padded_rank(), ld = plan_.block_rows;
+    const FusedRange range(args_.transposed ? FusedStage::kBackwardLowRank : FusedStage::kLowRank,
+                           2.0 * static_cast<double>(rows * shape_.depth * rank), 0.0);
+    float *const values = memory.low_values, *const transposed = memory.low_transposed;
+    if (form_ == Form::kDirect) {
+      const GemmSegment segment{factors_.a(), memory.input};
+      DirectGemmArgs gemm;
+      gemm.segments = {&segment, 1};
+      gemm.panels = CeilDiv(rank, kPanelRows);
+      gemm.activation_panels = memory.input.panels;
+      gemm.row_count = StoredRows(rows);
+      gemm.c = transposed;
+      gemm.ldc = ld;
+      kernels_.direct_gemm(gemm);
+      TransposeSmall(transposed, ld, rank, rows, values, padded);
+    } else {
+      const GemmSegment segment{factors_.b(), memory.input};
+      UnpackGemmArgs gemm;
+      gemm.segments = {&segment, 1};
+      gemm.panels = memory.input.panels;
+      gemm.columns = padded / kTileColumns;
+      gemm.c = values;
+      gemm.ldc = padded;
+      gemm.row_count = rows;
+      gemm.scratch = memory.unpacked;
+      kernels_.unpack_gemm(gemm);
+    }
+    for (std::int64_t i = 0; i < rows; ++i) {
+      for (std::int64_t k = 0; k < rank; ++k) values[i * padded + k] *= args_.low_rank.scale;
+    }
+    if (keep && args_.low_rank.low != nullptr) {
+      TransposeSmall(values, padded, rows, rank, args_.low_rank.low + row, shape_.rows);
+    }
+    memory.low.hi.panels = memory.low.lo.panels = memory.input.panels;
+    const TileKind kind = form_ == Form::kUnpack  ? TileKind::kOperand
+                          : StoredRows(rows) > 0 ? TileKind::kStored
+                                                 : TileKind::kPairs;
+    PackSplit(kernels_, values, rows, rank, padded, kind, memory.low);
+  }
+
+  /// The products that a block's sums are of.
+  Segments SegmentsOf(const Memory& memory) const {
+    Segments segments;
+    segments.Add(args_.weight->tiles(), memory.input);
+    if (args_.low_rank.defined()) segments.Add(args_.transposed ? factors_.a() : factors_.b(), memory.low);
+    return segments;
+  }
+
   /// sums[t][c - from] for all rows of a block and columns [from, to), rows of ld_; in the direct form transposed_sums, and
   /// TurnPanel() turns them.
   /// @param undivided  the task has all columns
@@ -316,10 +395,10 @@ class LinearRun {
       return kernels_.fused.fp32_gemm(gemm);
     }
     const TileMatrix& weights = args_.weight->tiles();
-    const GemmSegment segment{weights, memory.input};
+    const Segments segments = SegmentsOf(memory);
     if (form_ == Form::kDirect) {
       DirectGemmArgs gemm;
-      gemm.segments = {&segment, 1};
+      gemm.segments = segments;
       gemm.first_panel = from / kPanelRows;
       gemm.panels = CeilDiv(to, kPanelRows) - gemm.first_panel;
       gemm.activation_panels = memory.input.panels;
@@ -339,7 +418,7 @@ class LinearRun {
       return kernels_.direct_gemm(gemm);
     }
     UnpackGemmArgs gemm;
-    gemm.segments = {&segment, 1};
+    gemm.segments = segments;
     gemm.panels = memory.input.panels;
     gemm.first_column = from / kTileColumns;
     gemm.columns = CeilDiv(to - from, kTileColumns);
@@ -409,6 +488,7 @@ class LinearRun {
   const std::vector<float> ones_, zeros_;
   const bool stream_;
   const KernelTier& kernels_ = ChosenKernels();
+  LowRankTiles factors_;
   std::int64_t worker_bytes_ = 0;
   char* base_ = nullptr;
 };
@@ -452,6 +532,10 @@ void Validate(const LinearArgs& args) {
     if (args.x.dtype != weight.dtype()) {
       throw std::invalid_argument(std::string("x is ") + NameOf(args.x.dtype) + "; expected " + NameOf(weight.dtype()) +
                                   ", as w was packed");
+    }
+    if (args.low_rank.defined()) {
+      CheckLowRank(args.low_rank, weight.rows(), weight.columns());
+      if (args.x.dtype != DType::kBFloat16) throw std::invalid_argument("x is float32; expected bfloat16, with lora_a");
     }
   }
   const std::int64_t rows = args.x.shape[0];

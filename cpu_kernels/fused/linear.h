@@ -1,6 +1,6 @@
 // Fused dense layers on a thread pool: a GEMM over packed weights, and all that follows it on its rows while they are in cache.
 //
-//   v = activation(x W^T + bias + addend) + residual        out = norm(v)
+//   v = activation(x (W + s B A)^T + bias + addend) + residual        out = norm(v)
 //
 // A task takes a block of rows whose sums stay in its core's L2 cache: x is read once, out written once. With few rows the
 // columns are divided too; then a norm waits for all of them.
@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "cpu_kernels/fused/fused_kernels.h"
+#include "cpu_kernels/fused/low_rank.h"
 #include "cpu_kernels/fused/packed_matrix.h"
 #include "cpu_kernels/tensor_view.h"
 #include "threadpool/pool.h"
@@ -23,6 +24,7 @@ struct LinearArgs {
   TensorView x;                          ///< [T, K]; [T, N] if transposed
   const PackedMatrix* weight = nullptr;  ///< of x's type; null: v = x, and nothing before the norm may be given
   bool transposed = false;               ///< x W instead of x W^T: a gradient going back
+  LowRank low_rank;                      ///< of bf16 weights; or none
   const float* bias = nullptr;           ///< [N], or null
   TensorView addend;                     ///< [T, N], or undefined
   Activation activation = Activation::kNone;

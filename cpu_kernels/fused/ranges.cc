@@ -5,9 +5,10 @@
 namespace moesaic::fused {
 
 profiling::RangeId RangeOf(FusedStage stage) {
-  static const std::array<profiling::RangeId, 12> ids = [] {
-    constexpr std::array<const char*, 12> kNames = {"pack",
+  static const std::array<profiling::RangeId, 14> ids = [] {
+    constexpr std::array<const char*, 14> kNames = {"pack",
                                                     "gemm",
+                                                    "low_rank",
                                                     "epilogue",
                                                     "norm",
                                                     "silu_mul",
@@ -16,9 +17,10 @@ profiling::RangeId RangeOf(FusedStage stage) {
                                                     "backward_norm",
                                                     "backward_activation",
                                                     "backward_gemm",
+                                                    "backward_low_rank",
                                                     "backward_silu_mul",
                                                     "backward_softmax"};
-    std::array<profiling::RangeId, 12> registered{};
+    std::array<profiling::RangeId, 14> registered{};
     for (std::size_t i = 0; i < kNames.size(); ++i) registered[i] = profiling::RegisterRange(kNames[i], "fused");
     return registered;
   }();

@@ -10,6 +10,7 @@ namespace moesaic::fused {
 enum class FusedStage : std::int8_t {
   kPack,                ///< pack: rows of x become tiles
   kGemm,                ///< gemm; and turning its sums, 16 rows at a time
+  kLowRank,             ///< low_rank: what an adapter makes of the input, L
   kEpilogue,            ///< epilogue: bias, activation, residual, rounding
   kNorm,                ///< norm: the same, with a norm
   kSiluMul,             ///< silu_mul
@@ -18,6 +19,7 @@ enum class FusedStage : std::int8_t {
   kBackwardNorm,        ///< backward_norm
   kBackwardActivation,  ///< backward_activation
   kBackwardGemm,        ///< backward_gemm: the gradient of x; of attention's all products, and storing them
+  kBackwardLowRank,     ///< backward_low_rank: P, and an adapter's gradients
   kBackwardSiluMul,     ///< backward_silu_mul
   kBackwardSoftmax,     ///< backward_softmax: probabilities again, and gradients of scores
 };

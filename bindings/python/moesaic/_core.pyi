@@ -203,6 +203,9 @@ def fused_linear(
     transposed: bool = False,
     bias: torch.Tensor | None = None,
     addend: torch.Tensor | None = None,
+    lora_a: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
+    lora_scale: float = 1.0,
     activation: str = "none",
     residual: torch.Tensor | None = None,
     norm: str = "none",
@@ -211,12 +214,20 @@ def fused_linear(
     eps: float = 0.0,
     save: bool = False,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """norm(activation(x W^T + bias + addend) + residual); x W if `transposed`; norm(x) without a weight.
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """norm(activation(x (W + s B A)^T + bias + addend) + residual); x (W + s B A) if `transposed`; norm(x) without a
+    weight. A is `lora_a` [r, K], B `lora_b` [N, r], both bf16 or fp32 and rounded to bf16, s `lora_scale`; bf16 alone.
 
     `x` and `residual` have one to three dimensions, whose rows follow each other, and the first result has those of
     `x`; all others have two. Vectors are bf16 or fp32. With `save` also the activation's input, the norm's result
-    before gamma and beta, and 1 / std [rows, 1], where there is an activation or a norm."""
+    before gamma and beta, and 1 / std [rows, 1], where there is an activation or a norm, and with A and B what they make
+    of x: ``s A x^T``, or ``s B^T x^T`` if `transposed`, [r, rows] fp32."""
+
+def low_rank_backward(
+    p: torch.Tensor, low: torch.Tensor, x: torch.Tensor, d: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of A, ``p x``, and of B, ``d^T low^T``, both fp32: of `x`, [rows, K] bf16, and `d`, the gradient of
+    what the product gave, [rows, N] bf16; `low` and `p` are what `fused_linear` made of them, [r, rows]."""
 
 def norm_backward(
     norm: str,

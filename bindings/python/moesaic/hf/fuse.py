@@ -141,13 +141,13 @@ def _operator(
             return kind(module)
     if any(part.startswith("lora_") for part in name.split(".")):
         return None
-    if not isinstance(module, nn.Linear):
-        return "" if type(module).__name__.endswith(("LayerNorm", "RMSNorm")) else None
-    if module is head and Head.matches(module):
-        return Head(module)
     parent = name.removesuffix(".base_layer").rpartition(".")[0]
     in_attention = name != "" and "Attention" in type(parents[parent]).__name__
-    return Dense(module) if attention and in_attention and Dense.matches(module) else ""
+    if attention and in_attention and Dense.matches(module):
+        return Dense(module)
+    if not isinstance(module, nn.Linear):
+        return "" if type(module).__name__.endswith(("LayerNorm", "RMSNorm")) else None
+    return Head(module) if module is head and Head.matches(module) else ""
 
 
 def _refusal(operator: Operator) -> str | None:

@@ -9,12 +9,14 @@ In every call it looks whether it may compute what the module would (dropout, au
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from moesaic.lora import LoraPair
 from moesaic.nn import PackedLinear, checked, functional
 from moesaic.nn.autograd import Fusion
 from moesaic.nn.linear import fingerprint
@@ -121,24 +123,25 @@ class Operator(ABC):
     ) -> torch.Tensor | None:
         """The layers side by side, as one GEMM with their adapters, and what follows it."""
         bases: list[nn.Linear] = []
-        deltas: list[torch.Tensor | None] = []
+        adapters: list[_Adapters] = []
         for layer in layers:
             base = getattr(layer, "base_layer", layer)
-            known, delta = _lora_delta(layer, x)
-            if type(base) is not nn.Linear or base.weight.dtype != x.dtype or not known or _hooked(base):
+            added = _adapters(layer, x)
+            if type(base) is not nn.Linear or base.weight.dtype != x.dtype or added is None or _hooked(base):
                 return None
             bases.append(base)
-            deltas.append(delta)
+            adapters.append(added)
         addend = None
-        if any(delta is not None for delta in deltas):
+        if any(added.delta is not None for added in adapters):
             rows = x.reshape(-1, x.shape[-1])
             parts = [
-                rows.new_zeros(rows.shape[0], base.out_features) if delta is None else delta
-                for base, delta in zip(bases, deltas, strict=True)
+                rows.new_zeros(rows.shape[0], base.out_features) if added.delta is None else added.delta
+                for base, added in zip(bases, adapters, strict=True)
             ]
             addend = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        lora = adapters[0].pairs if len(adapters) == 1 else _side_by_side(bases, adapters)
         gamma, beta = (None, None) if norm is None else (norm.weight, norm.bias)
-        return checked.linear(fusion or Fusion(), x, self._pack(key, bases), residual, gamma, beta, addend)
+        return checked.linear(fusion or Fusion(), x, self._pack(key, bases), residual, gamma, beta, addend, lora)
 
     def _pack(self, key: str, bases: list[nn.Linear]) -> PackedLinear:
         weights: list[torch.Tensor] = [base.weight for base in bases]
@@ -311,19 +314,21 @@ class Dense(Operator):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return type(module) is nn.Linear
+        return type(module) is nn.Linear or (
+            type(getattr(module, "base_layer", None)) is nn.Linear
+            and hasattr(module, "lora_A")
+            and not getattr(module, "lora_variant", True)
+        )
 
     def layers(self) -> list[nn.Module]:
         return [self.module]
 
     def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
-        module = self.module
-        if module.weight.dtype != args[0].dtype:
-            return None
-        return checked.linear(Fusion(), args[0], self._pack("weight", [module]))
+        return self._linear("weight", [self.module], args[0])
 
     def probe(self) -> tuple[torch.Tensor, ...]:
-        return (_sample(self.module.weight, self.module.in_features),)
+        base = getattr(self.module, "base_layer", self.module)
+        return (_sample(base.weight, base.in_features),)
 
 
 class Head(Dense):
@@ -376,26 +381,68 @@ def _hooked(module: nn.Module) -> bool:
     )
 
 
-def _lora_delta(layer: Any, x: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
-    """Whether it is known what PEFT's adapters add to a linear layer, and that, ``[rows, out]``; None: nothing."""
+@dataclass(frozen=True, slots=True)
+class _Adapters:
+    """What PEFT's adapters add to a linear layer: low-rank changes of its weight, and ``[rows, out]``; None: nothing."""
+
+    pairs: tuple[LoraPair, ...] = ()
+    delta: torch.Tensor | None = None
+
+
+_NO_ADAPTERS = _Adapters()
+
+
+def _adapters(layer: Any, x: torch.Tensor) -> _Adapters | None:
+    """Those of `layer`; None where it is not known what they compute. In bf16 the engine takes them as they are, unless
+    dropout stands before them."""
     if not hasattr(layer, "base_layer"):
-        return True, None
+        return _NO_ADAPTERS
     if not hasattr(layer, "lora_A") or not hasattr(layer, "lora_variant"):
-        return False, None
+        return None
     if layer.disable_adapters:
-        return not layer.merged, None  # merged ones PEFT takes out first
+        return None if layer.merged else _NO_ADAPTERS  # merged ones PEFT takes out first
     if layer.merged:
-        return True, None
-    rows, delta = x.reshape(-1, x.shape[-1]), None
+        return _NO_ADAPTERS
+    pairs: list[LoraPair] = []
+    delta = None
     for name in layer.active_adapters:
         if name not in layer.lora_A:
             continue
         if name in layer.lora_variant:
-            return False, None
-        low = layer.lora_A[name](layer.lora_dropout[name](rows.to(layer.lora_A[name].weight.dtype)))
-        part = layer.lora_B[name](low) * layer.scaling[name]
+            return None
+        a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+        if x.dtype == torch.bfloat16 and _is_plain(a) and _is_plain(b) and _passes(dropout):
+            pairs.append(LoraPair(a.weight, b.weight, layer.scaling[name]))
+            continue
+        part = b(a(dropout(x.reshape(-1, x.shape[-1]).to(a.weight.dtype)))) * layer.scaling[name]
         delta = part if delta is None else delta + part
-    return True, None if delta is None else delta.to(x.dtype)
+    return _Adapters(tuple(pairs), None if delta is None else delta.to(x.dtype))
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a factor of an adapter is its weight and nothing else."""
+    return (
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and layer.weight.dtype in _DTYPES
+        and layer.weight.is_cpu
+        and not _hooked(layer)
+    )
+
+
+def _passes(dropout: nn.Module) -> bool:
+    return type(dropout) is nn.Identity or (_is_dropout(dropout) and _inactive(dropout))
+
+
+def _side_by_side(bases: list[nn.Linear], adapters: list[_Adapters]) -> tuple[LoraPair, ...]:
+    """Changes of layers whose outputs follow each other, as changes of all these outputs."""
+    total = sum(base.out_features for base in bases)
+    before, pairs = 0, []
+    for base, added in zip(bases, adapters, strict=True):
+        behind = total - before - base.out_features
+        pairs += [LoraPair(p.a, F.pad(p.b, (0, 0, before, behind)), p.scale) for p in added.pairs]
+        before += base.out_features
+    return tuple(pairs)
 
 
 def _same(function: Any, reference: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from moesaic import _core
 from moesaic.autograd import differentiable_once
 
-__all__ = ["Fusion", "attention", "fused_linear", "rows_of", "silu_mul"]
+__all__ = ["Fusion", "LowRank", "attention", "fused_linear", "rows_of", "silu_mul"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +22,39 @@ class Fusion:
     eps: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to a weight: ``scale * b @ a``, a ``[r, K]`` and b ``[N, r]``, contiguous rows."""
+
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    scale: float = 1.0
+
+
+_NO_ADAPTER = LowRank()
+
+
 def _compute(
     fusion: Fusion,
     packed: _core.PackedMatrix | None,
     x: torch.Tensor,
     bias: torch.Tensor | None,
     addend: torch.Tensor | None,
+    lora: LowRank,
     residual: torch.Tensor | None,
     gamma: torch.Tensor | None,
     beta: torch.Tensor | None,
     save: bool,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     return _core.fused_linear(
         x,
         packed,
         bias=bias,
         addend=addend,
+        lora_a=lora.a,
+        lora_b=lora.b,
+        lora_scale=lora.scale,
         activation=fusion.activation,
         residual=residual,
         norm=fusion.norm,
@@ -51,8 +67,9 @@ def _compute(
 
 
 class _FusedLinear(torch.autograd.Function):
-    """Saves x where the weight trains, the activation's input, and the norm's result before gamma with 1 / std: it has
-    values around 1, so that rounding it to bf16 costs the same whatever the mean was."""
+    """Saves x where the weight or an adapter trains, what the adapter made of it, the activation's input, and the norm's
+    result before gamma with 1 / std: it has values around 1, so that rounding it to bf16 costs the same whatever the mean
+    was."""
 
     @staticmethod
     def forward(
@@ -63,15 +80,22 @@ class _FusedLinear(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         addend: torch.Tensor | None,
+        lora_a: torch.Tensor | None,
+        lora_b: torch.Tensor | None,
+        lora_scale: float,
         residual: torch.Tensor | None,
         gamma: torch.Tensor | None,
         beta: torch.Tensor | None,
     ) -> torch.Tensor:
-        out, pre, normalized, inverse_std = _compute(fusion, packed, x, bias, addend, residual, gamma, beta, True)
-        trains = weight is not None and weight.requires_grad
-        ctx.save_for_backward(x if trains else None, pre, normalized, inverse_std, gamma)
+        lora = LowRank(lora_a, lora_b, lora_scale)
+        out, pre, normalized, inverse_std, low = _compute(
+            fusion, packed, x, bias, addend, lora, residual, gamma, beta, True
+        )
+        trains = any(t is not None and t.requires_grad for t in (weight, lora_a, lora_b))
+        ctx.save_for_backward(x if trains else None, pre, normalized, inverse_std, gamma, lora_a, lora_b, low)
         ctx.fusion = fusion
         ctx.packed = packed
+        ctx.lora_scale = lora_scale
         ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias, gamma, beta)]
         ctx.set_materialize_grads(False)
         return out
@@ -79,14 +103,13 @@ class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if d_out is None:
-            return (None,) * 9
-        x, pre, normalized, inverse_std, gamma = saved = ctx.saved_tensors
+            return (None,) * 12
+        x, pre, normalized, inverse_std, gamma, lora_a, lora_b, low = saved = ctx.saved_tensors
         fusion: Fusion = ctx.fusion
         weight_type, bias_type, gamma_type, beta_type = ctx.dtypes
-        needs_x, needs_weight, needs_bias, needs_addend, needs_residual, needs_gamma, needs_beta = ctx.needs_input_grad[
-            2:
-        ]
-        d_x = d_weight = d_bias = d_gamma = d_beta = None
+        needs_x, needs_weight, needs_bias, needs_addend, needs_a, needs_b = ctx.needs_input_grad[2:8]
+        needs_residual, needs_gamma, needs_beta = ctx.needs_input_grad[9:]
+        d_x = d_weight = d_bias = d_a = d_b = d_gamma = d_beta = None
         d = d_out.contiguous()
         if fusion.norm != "none":
             d, d_gamma, d_beta = _core.norm_backward(fusion.norm, d, normalized, inverse_std, gamma)
@@ -95,16 +118,29 @@ class _FusedLinear(torch.autograd.Function):
         d_residual = d if needs_residual else None
         if ctx.packed is None:
             d_x = d
-        elif needs_x or needs_weight or needs_bias or needs_addend:
+        elif needs_x or needs_weight or needs_bias or needs_addend or needs_a or needs_b:
             if fusion.activation != "none":
                 d = _core.activation_backward(fusion.activation, d, pre)
-            if needs_x:
-                d_x, *_ = _core.fused_linear(d, ctx.packed, transposed=True)
+            trains_lora = needs_a or needs_b
+            if needs_x or trains_lora:
+                d_x, *_, p = _core.fused_linear(
+                    d,
+                    ctx.packed,
+                    transposed=True,
+                    lora_a=lora_a,
+                    lora_b=lora_b,
+                    lora_scale=ctx.lora_scale,
+                    save=trains_lora,
+                )
+            if trains_lora:
+                d_a, d_b = _core.low_rank_backward(p, low, x, d)
+                d_a, d_b = d_a.to(lora_a.dtype), d_b.to(lora_b.dtype)
             if needs_weight:
                 d_weight = torch.mm(d.t(), x).to(weight_type)
             if needs_bias:
                 d_bias = d.sum(0, dtype=torch.float32).to(bias_type)
-        grads = (None, None, d_x, d_weight, d_bias, d if needs_addend else None, d_residual, d_gamma, d_beta)
+        d_addend = d if needs_addend else None
+        grads = (None, None, d_x, d_weight, d_bias, d_addend, d_a, d_b, None, d_residual, d_gamma, d_beta)
         return _once(grads, (d_out, *saved))
 
 
@@ -183,26 +219,28 @@ def fused_linear(
     gamma: torch.Tensor | None,
     beta: torch.Tensor | None,
     out: torch.Tensor | None = None,
+    lora: LowRank = _NO_ADAPTER,
 ) -> torch.Tensor:
-    """``norm(activation(x W^T + bias + addend) + residual)``, or ``norm(x)`` without `packed`.
+    """``norm(activation(x (W + lora)^T + bias + addend) + residual)``, or ``norm(x)`` without `packed`.
 
     Args:
         x, residual: ``[..., features]``; `addend` is ``[rows, features]``.
         packed: W; `weight` is the tensor it was packed from where that requires a gradient.
         out: where the result goes, 2-D as `x` then; only where nothing requires a gradient.
+        lora: of bf16 weights.
     """
-    tensors = (x, weight, bias, addend, residual, gamma, beta)
+    tensors = (x, weight, bias, addend, lora.a, lora.b, residual, gamma, beta)
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not train and x.dim() <= 3 and x.is_contiguous() and (residual is None or residual.is_contiguous()):
-        return _compute(fusion, packed, x, bias, addend, residual, gamma, beta, False, out)[0]
+        return _compute(fusion, packed, x, bias, addend, lora, residual, gamma, beta, False, out)[0]
     features = x.shape[-1] if packed is None else packed.rows
     shape = (*x.shape[:-1], features)
     x = rows_of(x)
     residual = None if residual is None else rows_of(residual)
     if not train:
-        return _compute(fusion, packed, x, bias, addend, residual, gamma, beta, False, out)[0].view(shape)
+        return _compute(fusion, packed, x, bias, addend, lora, residual, gamma, beta, False, out)[0].view(shape)
     result: torch.Tensor = _FusedLinear.apply(  # type: ignore[no-untyped-call]
-        fusion, packed, x, weight, bias, addend, residual, gamma, beta
+        fusion, packed, x, weight, bias, addend, lora.a, lora.b, lora.scale, residual, gamma, beta
     )
     return result.view(shape)
 

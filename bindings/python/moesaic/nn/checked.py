@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from moesaic import forward_mode
-from moesaic.nn.autograd import Fusion, fused_linear, rows_of
+from moesaic.lora import LoraPair
+from moesaic.nn.autograd import Fusion, LowRank, fused_linear, rows_of
 from moesaic.nn.linear import PackedLinear
 
 __all__ = ["check", "check_inplace", "epsilon", "gelu", "linear", "norm", "required"]
@@ -23,11 +26,13 @@ def linear(
     gamma: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
     addend: torch.Tensor | None = None,
+    lora: Sequence[LoraPair] = (),
 ) -> torch.Tensor:
-    """``norm(activation(x W^T + bias + w's LoRA + addend) + residual)``.
+    """``norm(activation(x W^T + bias + LoRA + addend) + residual)``.
 
     Args:
         addend: ``[rows, N]``, rows of all leading dimensions of `x` together.
+        lora: beside those of `w`. In bf16 the engine computes both, else PyTorch.
     """
     if not isinstance(w, PackedLinear):
         raise TypeError(f"w is a {type(w).__name__}; expected a moesaic.nn.PackedLinear")
@@ -46,15 +51,30 @@ def linear(
         _check_vector(required(gamma, "gamma"), "gamma", w.out_features)
     if fusion.norm == "layernorm":
         _check_vector(required(beta, "beta"), "beta", w.out_features)
-    for pair in w.lora:
-        low = F.linear(rows_of(x).to(pair.a.dtype), pair.a) * pair.scale
-        delta = F.linear(low.to(pair.b.dtype), pair.b).to(x.dtype)
-        addend = delta if addend is None else addend + delta
+    pairs = [pair for pair in (*w.lora, *lora) if pair.a.shape[0] > 0]
+    low_rank = LowRank()
+    if pairs:
+        if x.dtype == torch.bfloat16 and all(t.dtype in _DTYPES for pair in pairs for t in (pair.a, pair.b)):
+            low_rank = _side_by_side(pairs)
+        else:
+            for pair in pairs:
+                low = F.linear(rows_of(x).to(pair.a.dtype), pair.a) * pair.scale
+                delta = F.linear(low.to(pair.b.dtype), pair.b).to(x.dtype)
+                addend = delta if addend is None else addend + delta
     if forward_mode.is_on():
-        for tensor, name in ((w.weight, "w.weight"), (w.bias, "w.bias"), (addend, "w.lora")):
+        adapters = [(tensor, "w.lora") for tensor in (addend, low_rank.a, low_rank.b)]
+        for tensor, name in ((w.weight, "w.weight"), (w.bias, "w.bias"), *adapters):
             if tensor is not None:
                 forward_mode.refuse(tensor, name)
-    return fused_linear(fusion, w.packed(), x, w.weight, w.bias, addend, residual, gamma, beta)
+    return fused_linear(fusion, w.packed(), x, w.weight, w.bias, addend, residual, gamma, beta, lora=low_rank)
+
+
+def _side_by_side(pairs: Sequence[LoraPair]) -> LowRank:
+    """Changes that add up, as one."""
+    if len(pairs) == 1:
+        return LowRank(rows_of(pairs[0].a), rows_of(pairs[0].b), pairs[0].scale)
+    a, b = torch.cat([pair.a for pair in pairs]), torch.cat([pair.b * pair.scale for pair in pairs], dim=1)
+    return LowRank(a, b)
 
 
 def norm(
