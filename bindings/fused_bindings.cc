@@ -164,8 +164,8 @@ py::tuple Linear(const py::object& x, const PackedMatrix* weight, bool transpose
   args.gamma = gamma_values.data();
   args.beta = beta_values.data();
   args.epsilon = epsilon;
-  if (weight == nullptr && (args.norm == Norm::kNone || args.residual.defined() || args.addend.defined() ||
-                            args.low_rank.defined())) {
+  if (weight == nullptr &&
+      (args.norm == Norm::kNone || args.residual.defined() || args.addend.defined() || args.low_rank.defined())) {
     throw std::invalid_argument("weight is None; expected one, or a norm of x alone");
   }
   OutputTensor fresh, pre, normalized, inverse_std, low;
@@ -413,9 +413,8 @@ void BindFused(py::module_& module) {
           arg("weight"));
   module.def("fused_linear", &Linear, arg("x"), arg("weight").none(true), arg("transposed") = false, arg("bias") = py::none(),
              arg("addend") = py::none(), arg("lora_a") = py::none(), arg("lora_b") = py::none(), arg("lora_scale") = 1.0f,
-             arg("activation") = "none", arg("residual") = py::none(), arg("norm") = "none",
-             arg("gamma") = py::none(), arg("beta") = py::none(), arg("eps") = 0.0f, arg("save") = false,
-             arg("out") = py::none());
+             arg("activation") = "none", arg("residual") = py::none(), arg("norm") = "none", arg("gamma") = py::none(),
+             arg("beta") = py::none(), arg("eps") = 0.0f, arg("save") = false, arg("out") = py::none());
   module.def("low_rank_backward", &LowRankBackward, arg("p"), arg("low"), arg("x"), arg("d"));
   module.def("norm_backward", &NormBackward, arg("norm"), arg("d_out"), arg("normalized"), arg("inverse_std"), arg("gamma"));
   module.def("activation_backward", &ActivationBackward, arg("activation"), arg("d_out"), arg("pre"));

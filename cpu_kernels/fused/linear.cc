@@ -357,7 +357,7 @@ class LinearRun {
       TransposeSmall(values, padded, rows, rank, args_.low_rank.low + row, shape_.rows);
     }
     memory.low.hi.panels = memory.low.lo.panels = memory.input.panels;
-    const TileKind kind = form_ == Form::kUnpack  ? TileKind::kOperand
+    const TileKind kind = form_ == Form::kUnpack ? TileKind::kOperand
                           : StoredRows(rows) > 0 ? TileKind::kStored
                                                  : TileKind::kPairs;
     PackSplit(kernels_, values, rows, rank, padded, kind, memory.low);

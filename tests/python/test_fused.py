@@ -121,8 +121,53 @@ def test_gradients(name: str, how: str, dtype: torch.dtype) -> None:
             assert t[tensor].grad is None
             continue
         assert t[tensor].grad.dtype == t[tensor].dtype  # type: ignore[union-attr]
-        # LoRA's own products are PyTorch's, in fp32 for fp32 factors.
+        # In fp32 LoRA's own products are PyTorch's.
         assert error(t[tensor].grad, reference[tensor].grad) < BOUND[dtype], tensor
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 600])
+def test_adapters_that_add_up(tokens: int) -> None:
+    """Two in bf16, of two ranks and dtypes, one of them with gaps between its columns; one that does not train; and one
+    without ranks."""
+    n, k = 130, 200
+    t = tensors(tokens, n, k, torch.bfloat16)
+    generator = torch.Generator().manual_seed(tokens)
+    a = [(torch.randn(r, k, generator=generator) / k**0.5) for r in (20, 3, 8, 0)]
+    b = [torch.randn(n, r, generator=generator) for r in (20, 3, 8, 0)]
+    a[1], b[1] = a[1].bfloat16(), b[1].bfloat16()
+    a[2], b[2] = a[2].t().contiguous().t(), b[2].t().contiguous().t()
+    scales = [0.5, 2.0, 1.5, 1.0]
+    leaves = [t["x"], *a, *b]
+    for leaf in leaves:
+        leaf.requires_grad_(leaf is not a[1] and leaf is not b[1])
+    exact = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    w = PackedLinear(t["weight"], t["bias"], [moesaic.LoraPair(*pair) for pair in zip(a, b, scales, strict=True)])
+    out = fused.gemm_bias_gelu(t["x"], w)
+    d_out = torch.randn(tokens, n, generator=generator).bfloat16()
+    out.backward(d_out)
+    x, factors = exact[0], exact[1:]
+    expected = F.linear(x, t["weight"].double(), t["bias"].double())
+    for left, right, scale in zip(factors[:4], factors[4:], scales, strict=True):
+        expected = expected + scale * (x @ left.t()) @ right.t()
+    expected = F.gelu(expected)
+    expected.backward(d_out.double())
+    assert error(out, expected) < BOUND[torch.bfloat16]
+    for leaf, of_exact in zip(leaves, exact, strict=True):
+        if not leaf.requires_grad or leaf.numel() == 0:
+            assert leaf.grad is None or leaf.numel() == 0
+            continue
+        assert leaf.grad is not None and leaf.grad.dtype == leaf.dtype
+        assert error(leaf.grad, of_exact.grad) < BOUND[torch.bfloat16], list(leaf.shape)
+
+
+def test_an_adapter_alone_trains() -> None:
+    """Of an input that wants no gradient, as the first layer's, and of one factor."""
+    t = tensors(50, 96, 80, torch.bfloat16)
+    t["b"].requires_grad_()
+    d_out = torch.randn(50, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    fused.gemm_bias(t["x"], packed(t, True)).backward(d_out)
+    exact = 0.5 * d_out.double().t() @ (t["x"].double() @ t["a"].double().t())
+    assert error(t["b"].grad, exact) < BOUND[torch.bfloat16] and t["a"].grad is None and t["x"].grad is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -171,10 +216,12 @@ def test_same_bits_for_any_number_of_threads(dtype: torch.dtype) -> None:
     threads = moesaic.get_num_threads()
 
     def results() -> list[torch.Tensor]:
-        leaves = {k: v.clone().requires_grad_() for k, v in t.items()}
-        out = CASES["gemm_bias_gelu_add_layernorm"][0](leaves, packed(leaves))
+        lora = dtype == torch.bfloat16  # else its products are PyTorch's
+        leaves = {k: v.clone().requires_grad_(k != "weight") for k, v in t.items()}
+        out = CASES["gemm_bias_gelu_add_layernorm"][0](leaves, packed(leaves, lora))
         out.backward(torch.ones_like(out))
-        return [out.detach()] + [leaves[k].grad for k in ("x", "residual", "gamma", "beta")]  # type: ignore[list-item]
+        trained = ("x", "residual", "gamma", "beta", *(("a", "b") if lora else ()))
+        return [out.detach()] + [leaves[k].grad for k in trained]  # type: ignore[list-item]
 
     try:
         moesaic.set_num_threads(1)

@@ -21,6 +21,8 @@ pytest.importorskip("transformers")
 from transformers import (
     BertConfig,
     BertModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     RobertaConfig,
@@ -521,6 +523,43 @@ def test_copies_and_pickles_are_fused_models_of_their_own() -> None:
             assert not torch.equal(output(other), expected)
             assert torch.equal(output(model), expected)
             assert moesaic.hf.unfuse(other) > 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_adapters_in_the_engine(dropout: float, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 the engine computes what PEFT's adapters add, and their gradients; PyTorch where dropout is active."""
+    peft = pytest.importorskip("peft")
+    targets = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=targets, init_lora_weights=False)
+    decoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_key_value_heads=2, head_dim=16, **SMALL))
+    model = peft.get_peft_model(decoder.bfloat16(), config).train()
+    factors: list[object] = []
+    compute = moesaic._core.fused_linear
+    monkeypatch.setattr(
+        moesaic._core, "fused_linear", lambda *a, **k: factors.append(k.get("lora_a")) or compute(*a, **k)
+    )
+
+    def run(model: nn.Module, autocast: bool) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = output(model)
+        objective(out.float()).backward()
+        return {"": out.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    exact, stock = run(copy.deepcopy(model).double(), False), run(model, autocast)
+    report = moesaic.hf.fuse(model)
+    assert sum(module.operator == "gemm_bias" and "_proj" in module.name for module in report.replaced) == 8
+    factors.clear()
+    fused = run(model, autocast)
+    # Two layers with four projections, gate and up as one product, and down; forward and backward.
+    assert sum(factor is not None for factor in factors) == (0 if dropout else 2 * 2 * 6)
+    assert fused.keys() == stock.keys() == exact.keys() and len(fused) == 1 + 2 * 2 * 7
+    assert all(values.dtype == stock[name].dtype for name, values in fused.items())
+    if not dropout:
+        # One gradient may come out closer by chance, but not all of them.
+        ratios = [error(fused[name], exact[name]) / error(stock[name], exact[name]) for name in exact]
+        assert max(ratios) < 3 and torch.tensor(ratios).log().mean().exp() < 1.15
 
 
 @pytest.mark.parametrize("fused_first", [True, False])

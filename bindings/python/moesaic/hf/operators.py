@@ -383,7 +383,7 @@ def _hooked(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Adapters:
-    """What PEFT's adapters add to a linear layer: low-rank changes of its weight, and ``[rows, out]``; None: nothing."""
+    """What PEFT's adapters add to a linear layer: changes of its weight, and ``[rows, out]``; None: nothing."""
 
     pairs: tuple[LoraPair, ...] = ()
     delta: torch.Tensor | None = None
@@ -419,18 +419,18 @@ def _adapters(layer: Any, x: torch.Tensor) -> _Adapters | None:
     return _Adapters(tuple(pairs), None if delta is None else delta.to(x.dtype))
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def _is_plain(layer: Any) -> bool:
     """Whether a factor of an adapter is its weight and nothing else."""
     return (
         type(layer) is nn.Linear
-        and layer.bias is None
+        and getattr(layer, "bias", None) is None
         and layer.weight.dtype in _DTYPES
         and layer.weight.is_cpu
         and not _hooked(layer)
     )
 
 
-def _passes(dropout: nn.Module) -> bool:
+def _passes(dropout: Any) -> bool:
     return type(dropout) is nn.Identity or (_is_dropout(dropout) and _inactive(dropout))
 
 

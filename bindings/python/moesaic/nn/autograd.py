@@ -67,9 +67,9 @@ def _compute(
 
 
 class _FusedLinear(torch.autograd.Function):
-    """Saves x where the weight or an adapter trains, what the adapter made of it, the activation's input, and the norm's
-    result before gamma with 1 / std: it has values around 1, so that rounding it to bf16 costs the same whatever the mean
-    was."""
+    """Saves x where the weight or an adapter trains, what the adapter made of it, the activation's input, and the
+    norm's result before gamma with 1 / std: it has values around 1, so that rounding it to bf16 costs the same whatever
+    the mean was."""
 
     @staticmethod
     def forward(
@@ -133,6 +133,7 @@ class _FusedLinear(torch.autograd.Function):
                     save=trains_lora,
                 )
             if trains_lora:
+                assert p is not None  # asked for
                 d_a, d_b = _core.low_rank_backward(p, low, x, d)
                 d_a, d_b = d_a.to(lora_a.dtype), d_b.to(lora_b.dtype)
             if needs_weight:
