@@ -5,7 +5,7 @@ one dtype, that of the packed weights. Sums and statistics are fp32. Vectors (bi
 Results are bitwise the same for any number of threads; a row's last bits may differ between calls of few rows (on some
 tiers up to 64), whose sums are taken in another order, and of many. Gradients reach every tensor that requires one:
 inputs, norms' vectors, LoRA, the bias, and the weight if it required a gradient when it was packed. Those of the
-weight, of the bias and of LoRA are PyTorch's products of what the engine leaves; all others are the engine's.
+weight, of the bias and, in fp32, of LoRA are PyTorch's products of what the engine leaves; all others are the engine's.
 
 Every function raises TypeError or ValueError for a wrong type, shape, dtype or option, and NotImplementedError for a
 tangent of `torch.autograd.forward_ad`; the message names the argument.

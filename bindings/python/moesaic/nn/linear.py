@@ -37,8 +37,9 @@ class PackedLinear:
             (nothing tells reliably that an optimizer wrote it), else where its address, its version or a sample of its
             values changed.
         bias: ``[N]`` bf16 or fp32, or None; kept, and read in every call.
-        lora: low-rank changes ``scale * b @ a`` with a ``[r, K]`` and b ``[N, r]``, which add up; read in every call.
-            They are computed by PyTorch and enter before the activation.
+        lora: low-rank changes ``scale * b @ a`` with a ``[r, K]`` and b ``[N, r]``, bf16 or fp32, which add up; read in
+            every call. With bf16 weights they are rounded to bf16, and one more step of the GEMM; with fp32 PyTorch
+            computes them. They enter before the activation.
 
     The inputs of the functions must have the dtype of `weight`: bf16 is multiplied as bf16 with fp32 sums, fp32 as
     fp32. A copy shares the weights; pickling unpacks them.
