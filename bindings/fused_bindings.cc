@@ -140,10 +140,11 @@ OutputTensor RowsLike(const TensorView& like, std::int64_t features) {
 
 /// @param save  whether what backward needs is returned too: the activation's input, what the norm was computed from, and what
 ///              an adapter made of x, [r, rows]
+/// @param low_only  whether that is all that is wanted
 py::tuple Linear(const py::object& x, const PackedMatrix* weight, bool transposed, const py::object& bias,
                  const py::object& addend, const py::object& lora_a, const py::object& lora_b, float lora_scale,
                  const std::string& activation, const py::object& residual, const std::string& norm, const py::object& gamma,
-                 const py::object& beta, float epsilon, bool save, const py::object& out) {
+                 const py::object& beta, float epsilon, bool save, bool low_only, const py::object& out) {
   UsesTorch torch;
   fused::LinearArgs args;
   const TensorView x_view = ViewOf(x, {"x"}, kTypes);
@@ -169,9 +170,9 @@ py::tuple Linear(const py::object& x, const PackedMatrix* weight, bool transpose
     throw std::invalid_argument("weight is None; expected one, or a norm of x alone");
   }
   OutputTensor fresh, pre, normalized, inverse_std, low;
-  if (out.is_none()) {
+  if (out.is_none() && !low_only) {
     args.out = RowsOf((fresh = RowsLike(x_view, columns)).view(), "out");
-  } else {
+  } else if (!out.is_none()) {
     args.out = ViewOf(out, {"out"}, kTypes);
   }
   if (save && args.activation != Activation::kNone) {
@@ -197,7 +198,9 @@ py::tuple LowRankBackward(const py::object& p, const py::object& low, const py::
   fused::LowRankGradArgs args;
   args.x = RowsOf(ViewOf(x, {"x"}, kTypes), "x");
   args.d = RowsOf(ViewOf(d, {"d"}, kTypes), "d");
-  args.rank = ViewOf(p, {"p"}, kTypes).shape[0];
+  const TensorView p_view = ViewOf(p, {"p"}, kTypes);
+  CheckRank(p_view, "p");
+  args.rank = p_view.shape[0];
   const FloatVector p_values(p, "p", args.rank * args.x.shape[0]), low_values(low, "low", args.rank * args.x.shape[0]);
   args.p = p_values.data();
   args.low = low_values.data();
@@ -414,7 +417,8 @@ void BindFused(py::module_& module) {
   module.def("fused_linear", &Linear, arg("x"), arg("weight").none(true), arg("transposed") = false, arg("bias") = py::none(),
              arg("addend") = py::none(), arg("lora_a") = py::none(), arg("lora_b") = py::none(), arg("lora_scale") = 1.0f,
              arg("activation") = "none", arg("residual") = py::none(), arg("norm") = "none", arg("gamma") = py::none(),
-             arg("beta") = py::none(), arg("eps") = 0.0f, arg("save") = false, arg("out") = py::none());
+             arg("beta") = py::none(), arg("eps") = 0.0f, arg("save") = false, arg("low_only") = false,
+             arg("out") = py::none());
   module.def("low_rank_backward", &LowRankBackward, arg("p"), arg("low"), arg("x"), arg("d"));
   module.def("norm_backward", &NormBackward, arg("norm"), arg("d_out"), arg("normalized"), arg("inverse_std"), arg("gamma"));
   module.def("activation_backward", &ActivationBackward, arg("activation"), arg("d_out"), arg("pre"));

@@ -22,14 +22,11 @@ std::int64_t BackwardBuffers::Bind(void* memory, std::int64_t rows, std::int64_t
   };
   const std::int64_t r1 = lora.padded_input_rank();
   const bool d_b = lora.wants(kLoraBGate) || lora.wants(kLoraBUp);
-  const auto take_split = [&](std::int64_t rank) {
-    return SplitTiles{take(rank > 0, rows, rank), take(!IsRankTwice(rank), rows, rank)};
-  };
   d = take(true, rows, hidden);
-  q = take_split(lora.down_rank());
+  q = SplitTiles::Take(carver, rows, lora.down_rank());
   d_gate = take(true, rows, inner);
   d_up = take(true, rows, inner);
-  p = take_split(lora.input_rank());
+  p = SplitTiles::Take(carver, rows, lora.input_rank());
   z = take(keeps_z, rows, inner);
   d_weight = carver.Take<float>(CeilDiv(inner, kIntermediateUnit) * rows);
   p_t = {take(lora.wants(kLoraA), r1, rows), take(lora.wants(kLoraA), r1, rows)};

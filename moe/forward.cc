@@ -25,13 +25,10 @@ struct ForwardBuffers {
       tiles.data = carver.Take<BFloat16>(tiles.size());
       return tiles;
     };
-    const auto take_split = [&](std::int64_t rank) {
-      return SplitTiles{take(rank), IsRankTwice(rank) ? TileMatrix{} : take(rank)};
-    };
     x = take(hidden);
-    low = take_split(lora.input_rank());
+    low = SplitTiles::Take(carver, rows, lora.input_rank());
     z = take(inner);
-    v = take_split(lora.down_rank());
+    v = SplitTiles::Take(carver, rows, lora.down_rank());
     return carver.used();
   }
 };

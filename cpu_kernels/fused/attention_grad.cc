@@ -19,8 +19,6 @@ using threadpool::Pool;
 constexpr std::int64_t kQueries = 256, kKeys = 128;
 /// Keys of a block that not all of its queries see: half of what is computed there is for nothing.
 constexpr std::int64_t kKeysOfDiagonal = 64;
-/// Bytes of scratch memory that stay for the next call, at most: of all threads, and of each.
-constexpr std::int64_t kMostKept = 64 << 20, kMostKeptOfThread = 8 << 20;
 
 TileMatrix FromPanel(TileMatrix tiles, std::int64_t panel, std::int64_t panels) {
   tiles.data = tiles.Tile(panel, 0);
@@ -60,7 +58,7 @@ class AttentionGradRun {
     const std::int64_t slot_bytes = heads_together_ * 2 * sums_of_head_ * static_cast<std::int64_t>(sizeof(float));
     for (std::int64_t slot = slots - 1; slot >= 0; --slot) free_slots_.push_back(slot);
     const std::int64_t touched = std::min(slots, threads / heads_together_ + 2) * slot_bytes + threads * one.used();
-    const Scratch scratch(slots * slot_bytes + threads * one.used(), touched <= kMostKept + threads * kMostKeptOfThread);
+    const Scratch scratch(slots * slot_bytes + threads * one.used(), IsKept(touched, threads));
     sums_ = reinterpret_cast<float*>(scratch.data());
     packed_.assign(static_cast<std::size_t>(threads), -1);
     std::atomic<std::int64_t> next{0};

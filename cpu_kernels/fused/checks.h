@@ -16,6 +16,31 @@ inline std::string ShapeText(const TensorView& view) {
 
 inline const char* NameOf(DType dtype) { return dtype == DType::kFloat32 ? "float32" : "bfloat16"; }
 
+/// [rows, columns] of `dtype` with contiguous columns.
+inline void Check(const TensorView& view, const char* name, std::int64_t rows, std::int64_t columns, DType dtype) {
+  if (view.rank != 2 || view.shape[0] != rows || view.shape[1] != columns) {
+    const std::string came = view.rank == 2 ? ShapeText(view) : std::to_string(view.rank) + " dimensions";
+    throw std::invalid_argument(std::string(name) + " has shape " + came + "; expected [" + std::to_string(rows) + ", " +
+                                std::to_string(columns) + "]");
+  }
+  if (view.dtype != dtype) {
+    throw std::invalid_argument(std::string(name) + " is not " + NameOf(dtype) + "; expected the type of x");
+  }
+  if (columns > 1 && view.stride[1] != 1) {
+    throw std::invalid_argument(std::string(name) + " has gaps between its columns; expected contiguous rows");
+  }
+}
+
+/// Two dimensions, fp32 or bf16.
+inline void CheckMatrix(const TensorView& view, const char* name) {
+  if (view.rank != 2) {
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(view.rank) + " dimensions; expected two");
+  }
+  if (view.dtype != DType::kBFloat16 && view.dtype != DType::kFloat32) {
+    throw std::invalid_argument(std::string(name) + " is neither bfloat16 nor float32; expected one of these");
+  }
+}
+
 /// bf16 [heads or sequences, rows, columns] with contiguous columns.
 inline void CheckRows(const TensorView& view, const char* name, std::int64_t first, std::int64_t rows, std::int64_t columns) {
   if (view.rank != 3 || view.shape[0] != first || view.shape[1] != rows || view.shape[2] != columns) {

@@ -133,13 +133,18 @@ void* At(const TensorView& view, std::int64_t row, std::int64_t column) {
 /// last level does not count: on a rented host most of it is others'.
 bool BeyondCaches(std::int64_t bytes, const Pool& pool) { return bytes > 2 * HostCaches().l2 * pool.num_threads(); }
 
+std::int64_t ColumnsOf(const LinearArgs& args) {
+  if (args.weight == nullptr) return args.x.shape[1];
+  return args.transposed ? args.weight->columns() : args.weight->rows();
+}
+
 /// One call of Linear(): the memory and the steps of its tasks.
 class LinearRun {
  public:
   LinearRun(const LinearArgs& args, Pool& pool)
       : args_(args),
         pool_(pool),
-        shape_{args.out.shape[0], args.out.shape[1], args.x.shape[1]},
+        shape_{args.x.shape[0], ColumnsOf(args), args.x.shape[1]},
         form_(args.x.dtype == DType::kFloat32 ? Form::kFp32
               : args.transposed               ? Form::kUnpack
                                               : Form::kDirect),
@@ -158,7 +163,7 @@ class LinearRun {
 
   void Run() {
     Carver of_factors;
-    TakeFactors(of_factors);
+    factors_.Bind(of_factors);
     Carver one;
     Take(one);
     worker_bytes_ = one.used();
@@ -166,10 +171,11 @@ class LinearRun {
     const std::int64_t first = RowsOf(plan_, plan_.undivided(), shape_.rows).begin, rows = shape_.rows - first;
     const bool apart = has_norm_ && plan_.divided > 0;
     const std::int64_t sums_bytes = apart ? RoundUp(rows, 32) * ld_ * 4 : 0;
-    const Scratch scratch(pool_.num_threads() * worker_bytes_ + of_factors.used() + sums_bytes);
+    const std::int64_t bytes = pool_.num_threads() * worker_bytes_ + of_factors.used() + sums_bytes;
+    const Scratch scratch(bytes, IsKept(bytes, pool_.num_threads()));
     base_ = scratch.data();
     Carver shared(base_ + pool_.num_threads() * worker_bytes_);
-    TakeFactors(shared);
+    factors_.Bind(shared);
     auto* const sums = shared.Take<float>(sums_bytes / 4);
     pool_.ParallelFor(factors_.tasks(), [&](std::int64_t task, int) { factors_.Pack(task, kernels_); });
     // Of few rows all blocks are divided, and their norm is as well. Of many rows a block's last part brings it.
@@ -206,15 +212,8 @@ class LinearRun {
     float* fp32;             ///< fp32: scratch of the GEMM
     float* sums;             ///< [block_rows][ld_]; direct form: of a panel of rows
     float* values;           ///< with a norm: scratch of its kernel
-    SplitTiles low;          ///< with a low-rank change: L or P of a block, as its input
-    float* low_values;       ///< [block_rows][padded rank]
-    float* low_transposed;   ///< [padded rank][block_rows]
+    LowRankTiles::Block low_rank;
   };
-
-  /// A and B of a low-rank change, for all workers.
-  void TakeFactors(Carver& carver) {
-    if (args_.low_rank.defined()) factors_ = LowRankTiles(args_.low_rank, carver);
-  }
 
   Memory Take(Carver& carver) const {
     Memory memory{};
@@ -225,7 +224,7 @@ class LinearRun {
       const TileMatrix shape = TileMatrix::Activations(nullptr, plan_.block_rows, shape_.depth);
       memory.input = shape;
       memory.input.data = carver.Take<BFloat16>(shape.size());
-      if (args_.low_rank.defined()) TakeLow(carver, memory);
+      if (!factors_.empty()) memory.low_rank = factors_.Take(carver, plan_.block_rows, form_ == Form::kDirect);
       // Of a low-rank change hi and, where it has one, lo.
       const std::array segments{GemmSegment{args_.weight->tiles(), {}}, GemmSegment{factors_.a(), {}},
                                 GemmSegment{factors_.a(), {}}};
@@ -238,16 +237,6 @@ class LinearRun {
     memory.sums = carver.Take<float>(args_.weight != nullptr ? rows_of_sums * ld_ : 0);
     memory.values = carver.Take<float>(has_norm_ ? EpilogueScratch(shape_.columns) : 0);
     return memory;
-  }
-  void TakeLow(Carver& carver, Memory& memory) const {
-    const std::int64_t rank = RoundUp(args_.low_rank.rank(), kTileColumns);
-    for (TileMatrix* part : {&memory.low.hi, &memory.low.lo}) {
-      if (part == &memory.low.lo && IsRankTwice(args_.low_rank.rank())) continue;
-      *part = TileMatrix::Activations(nullptr, plan_.block_rows, rank);
-      part->data = carver.Take<BFloat16>(part->size());
-    }
-    memory.low_values = carver.Take<float>(plan_.block_rows * rank);
-    memory.low_transposed = carver.Take<float>(plan_.block_rows * rank);
   }
   Memory MemoryOf(int worker) const {
     Carver carver(base_ + worker * worker_bytes_);
@@ -265,7 +254,8 @@ class LinearRun {
       return;
     }
     PackInput(row, rows, memory);
-    if (args_.low_rank.defined()) PackLow(row, rows, column == 0, memory);
+    if (!factors_.empty()) MultiplyLowRank(row, rows, column == 0, memory);
+    if (!args_.out.defined()) return;
     const std::int64_t step = has_norm_ ? end - column : kChunkColumns;
     const std::int64_t rows_at_once = form_ == Form::kDirect ? kPanelRows : rows;
     for (std::int64_t from = column; from < end; from += step) {
@@ -322,52 +312,24 @@ class LinearRun {
 
   /// L or P of a block, from its input: the other factor of what the low-rank change adds.
   /// @param keep  whether args.low_rank.low gets it, if it is wanted
-  void PackLow(std::int64_t row, std::int64_t rows, bool keep, Memory& memory) const {
-    const std::int64_t rank = args_.low_rank.rank(), padded = factors_.padded_rank(), ld = plan_.block_rows;
+  void MultiplyLowRank(std::int64_t row, std::int64_t rows, bool keep, Memory& memory) const {
+    const LowRank& change = args_.low_rank;
     const FusedRange range(args_.transposed ? FusedStage::kBackwardLowRank : FusedStage::kLowRank,
-                           2.0 * static_cast<double>(rows * shape_.depth * rank), 0.0);
-    float *const values = memory.low_values, *const transposed = memory.low_transposed;
+                           2.0 * static_cast<double>(rows * shape_.depth * change.rank()), 0.0);
+    LowRankTiles::Kept kept;
+    if (keep && change.low != nullptr) kept = {change.low + row, shape_.rows};
     if (form_ == Form::kDirect) {
-      const GemmSegment segment{factors_.a(), memory.input};
-      DirectGemmArgs gemm;
-      gemm.segments = {&segment, 1};
-      gemm.panels = CeilDiv(rank, kPanelRows);
-      gemm.activation_panels = memory.input.panels;
-      gemm.row_count = StoredRows(rows);
-      gemm.c = transposed;
-      gemm.ldc = ld;
-      kernels_.direct_gemm(gemm);
-      TransposeSmall(transposed, ld, rank, rows, values, padded);
+      factors_.MultiplyByA(kernels_, memory.input, rows, StoredRows(rows), kept, memory.low_rank);
     } else {
-      const GemmSegment segment{factors_.b(), memory.input};
-      UnpackGemmArgs gemm;
-      gemm.segments = {&segment, 1};
-      gemm.panels = memory.input.panels;
-      gemm.columns = padded / kTileColumns;
-      gemm.c = values;
-      gemm.ldc = padded;
-      gemm.row_count = rows;
-      gemm.scratch = memory.unpacked;
-      kernels_.unpack_gemm(gemm);
+      factors_.MultiplyByB(kernels_, memory.input, rows, memory.unpacked, kept, memory.low_rank);
     }
-    for (std::int64_t i = 0; i < rows; ++i) {
-      for (std::int64_t k = 0; k < rank; ++k) values[i * padded + k] *= args_.low_rank.scale;
-    }
-    if (keep && args_.low_rank.low != nullptr) {
-      TransposeSmall(values, padded, rows, rank, args_.low_rank.low + row, shape_.rows);
-    }
-    memory.low.hi.panels = memory.low.lo.panels = memory.input.panels;
-    const TileKind kind = form_ == Form::kUnpack ? TileKind::kOperand
-                          : StoredRows(rows) > 0 ? TileKind::kStored
-                                                 : TileKind::kPairs;
-    PackSplit(kernels_, values, rows, rank, padded, kind, memory.low);
   }
 
   /// The products that a block's sums are of.
   Segments SegmentsOf(const Memory& memory) const {
     Segments segments;
     segments.Add(args_.weight->tiles(), memory.input);
-    if (args_.low_rank.defined()) segments.Add(args_.transposed ? factors_.a() : factors_.b(), memory.low);
+    if (!factors_.empty()) segments.Add(args_.transposed ? factors_.a() : factors_.b(), memory.low_rank.low);
     return segments;
   }
 
@@ -375,9 +337,9 @@ class LinearRun {
   /// TurnPanel() turns them.
   /// @param undivided  the task has all columns
   void Product(const Rows& block, std::int64_t from, std::int64_t to, bool undivided, float* sums, Memory& memory) const {
-    const std::int64_t rows = block.end - block.begin;
+    const std::int64_t rows = block.end - block.begin, rank = factors_.empty() ? 0 : args_.low_rank.rank();
     const FusedRange range(args_.transposed ? FusedStage::kBackwardGemm : FusedStage::kGemm,
-                           2.0 * static_cast<double>(rows * (to - from) * shape_.depth), 0.0);
+                           2.0 * static_cast<double>(rows * (to - from) * (shape_.depth + rank)), 0.0);
     if (form_ == Form::kFp32) {
       Fp32GemmArgs gemm;
       gemm.a = memory.rows;
@@ -488,42 +450,20 @@ class LinearRun {
   const std::vector<float> ones_, zeros_;
   const bool stream_;
   const KernelTier& kernels_ = ChosenKernels();
-  LowRankTiles factors_;
+  LowRankTiles factors_{args_.low_rank};
   std::int64_t worker_bytes_ = 0;
   char* base_ = nullptr;
 };
 
-/// [rows, columns] of `dtype` with contiguous columns.
-void Check(const TensorView& view, const char* name, std::int64_t rows, std::int64_t columns, DType dtype) {
-  if (view.rank != 2 || view.shape[0] != rows || view.shape[1] != columns) {
-    const std::string came = view.rank == 2 ? ShapeText(view) : std::to_string(view.rank) + " dimensions";
-    throw std::invalid_argument(std::string(name) + " has shape " + came + "; expected [" + std::to_string(rows) + ", " +
-                                std::to_string(columns) + "]");
-  }
-  if (view.dtype != dtype) {
-    throw std::invalid_argument(std::string(name) + " is not " + NameOf(dtype) + "; expected the type of x");
-  }
-  if (columns > 1 && view.stride[1] != 1) {
-    throw std::invalid_argument(std::string(name) + " has gaps between its columns; expected contiguous rows");
-  }
-}
-
-void CheckActivationType(const TensorView& x, const char* name) {
-  if (x.rank != 2) {
-    throw std::invalid_argument(std::string(name) + " has " + std::to_string(x.rank) + " dimensions; expected two");
-  }
-  if (x.dtype != DType::kBFloat16 && x.dtype != DType::kFloat32) {
-    throw std::invalid_argument(std::string(name) + " is neither bfloat16 nor float32; expected one of these");
-  }
-}
-
 void Validate(const LinearArgs& args) {
-  CheckActivationType(args.x, "x");
-  std::int64_t columns = args.x.shape[1];
+  CheckMatrix(args.x, "x");
+  const std::int64_t columns = ColumnsOf(args);
+  if (args.low_rank.defined() && args.weight == nullptr) {
+    throw std::invalid_argument("lora_a is given without a weight; expected both");
+  }
   if (args.weight != nullptr) {
     const PackedMatrix& weight = *args.weight;
     const std::int64_t depth = args.transposed ? weight.rows() : weight.columns();
-    columns = args.transposed ? weight.columns() : weight.rows();
     if (args.x.shape[1] != depth) {
       throw std::invalid_argument("x has " + std::to_string(args.x.shape[1]) + " columns; expected " + std::to_string(depth) +
                                   ", as w was packed from [" + std::to_string(weight.rows()) + ", " +
@@ -540,7 +480,10 @@ void Validate(const LinearArgs& args) {
   }
   const std::int64_t rows = args.x.shape[0];
   Check(args.x, "x", rows, args.x.shape[1], args.x.dtype);
-  Check(args.out, "out", rows, columns, args.x.dtype);
+  // Without a result only what a low-rank change makes of x is wanted, and nothing may follow.
+  if (args.out.defined() || args.low_rank.low == nullptr || args.norm != Norm::kNone) {
+    Check(args.out, "out", rows, columns, args.x.dtype);
+  }
   if (args.addend.defined()) Check(args.addend, "addend", rows, columns, args.x.dtype);
   if (args.residual.defined()) Check(args.residual, "residual", rows, columns, args.x.dtype);
   if (args.pre.defined()) Check(args.pre, "pre", rows, columns, args.x.dtype);
@@ -554,14 +497,14 @@ void Validate(const LinearArgs& args) {
 
 void Linear(const LinearArgs& args, Pool& pool) {
   Validate(args);
-  if (args.out.shape[0] == 0 || args.out.shape[1] == 0) return;
+  if (args.x.shape[0] == 0 || ColumnsOf(args) == 0) return;
   const Pool::Turn turn(pool);  // as many threads to its end as scratch memory is taken for
   LinearRun(args, pool).Run();
 }
 
 void NormGrad(const NormGradArgs& args, Pool& pool) {
   constexpr std::int64_t kRows = 64;
-  CheckActivationType(args.d_out, "d_out");
+  CheckMatrix(args.d_out, "d_out");
   const std::int64_t rows = args.d_out.shape[0], columns = args.d_out.shape[1], blocks = CeilDiv(rows, kRows);
   Check(args.normalized, "normalized", rows, columns, args.d_out.dtype);
   Check(args.d_in, "d_in", rows, columns, args.d_out.dtype);
@@ -605,7 +548,7 @@ void NormGrad(const NormGradArgs& args, Pool& pool) {
 
 void ActivationGrad(Activation activation, const TensorView& d_out, const TensorView& pre, const TensorView& d_pre,
                     Pool& pool) {
-  CheckActivationType(d_out, "d_out");
+  CheckMatrix(d_out, "d_out");
   const std::int64_t rows = d_out.shape[0], columns = d_out.shape[1], size = SizeOf(d_out.dtype);
   Check(pre, "pre", rows, columns, d_out.dtype);
   Check(d_pre, "d_pre", rows, columns, d_out.dtype);
@@ -625,7 +568,7 @@ void ActivationGrad(Activation activation, const TensorView& d_out, const Tensor
 }
 
 void SiluMulRows(const TensorView& x, const TensorView& out, Pool& pool) {
-  CheckActivationType(x, "x");
+  CheckMatrix(x, "x");
   const std::int64_t rows = x.shape[0], columns = x.shape[1] / 2, size = SizeOf(x.dtype);
   if (x.shape[1] % 2 != 0) {
     throw std::invalid_argument("x has " + std::to_string(x.shape[1]) + " columns; expected an even number, [gate; up]");
@@ -653,7 +596,7 @@ void SiluMulRows(const TensorView& x, const TensorView& out, Pool& pool) {
 }
 
 void SiluMulGrad(const TensorView& d_out, const TensorView& x, const TensorView& d_x, Pool& pool) {
-  CheckActivationType(x, "x");
+  CheckMatrix(x, "x");
   const std::int64_t rows = x.shape[0], columns = x.shape[1] / 2, size = SizeOf(x.dtype);
   Check(x, "x", rows, 2 * columns, x.dtype);
   Check(d_out, "d_out", rows, columns, x.dtype);

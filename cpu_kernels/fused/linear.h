@@ -33,8 +33,9 @@ struct LinearArgs {
   const float* gamma = nullptr;  ///< [N]; null: ones
   const float* beta = nullptr;   ///< [N]; null: zeros
   float epsilon = 0;
-  TensorView out;                ///< [T, N]; may be x where there is no weight, or the residual
-  TensorView pre;                ///< contiguous [T, N], or undefined: x W^T + bias + addend, kept for backward
+  TensorView out;                ///< [T, N]; may be x where there is no weight, or the residual. Undefined, without a norm:
+                                 ///< only low_rank.low is wanted
+  TensorView pre;                ///< contiguous [T, N], or undefined: what the activation takes, kept for backward
   TensorView normalized;         ///< contiguous [T, N], or undefined: out without gamma and beta, kept for backward
   float* inverse_std = nullptr;  ///< [T], with normalized
 };

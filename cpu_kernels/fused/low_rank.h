@@ -32,25 +32,52 @@ struct LowRank {
 /// Throws std::invalid_argument naming "lora_a" or "lora_b" unless they fit a matrix [rows, columns].
 void CheckLowRank(const LowRank& low_rank, std::int64_t rows, std::int64_t columns);
 
-/// A and B as tiles: stored [r, K] and [N, r], the ranks padded to whole tiles.
+/// A and B as tiles, stored [r, K] and [N, r] with the ranks padded to whole tiles, and what a block of rows makes of them.
 class LowRankTiles {
  public:
-  /// @param low_rank  defined; it must outlive this object
-  /// @param carver    where the memory comes from
-  LowRankTiles(const LowRank& low_rank, Carver& carver);
-  /// None.
-  LowRankTiles() = default;
+  /// Without memory. @param low_rank  checked, or undefined; it must outlive this object
+  explicit LowRankTiles(const LowRank& low_rank);
 
+  bool empty() const { return tasks() == 0; }
   const TileMatrix& a() const { return a_; }
   const TileMatrix& b() const { return b_; }
-  std::int64_t padded_rank() const { return b_.columns * kTileColumns; }
 
+  /// Takes memory for the tiles.
+  void Bind(Carver& carver);
   /// Packing is so many tasks, in any order.
   std::int64_t tasks() const { return tasks_of_a_ + tasks_of_b_; }
   void Pack(std::int64_t task, const KernelTier& kernels) const;
 
+  /// Memory for L or P of a block: as a factor of its product, and fp32 on the way there.
+  struct Block {
+    SplitTiles low;
+    float* values = nullptr;      ///< [rows][padded rank]
+    float* transposed = nullptr;  ///< [padded rank][SumsPitch(rows)]; L alone
+  };
+  /// @param rows  of the largest block, a multiple of 16
+  /// @param is_l  L, else P
+  Block Take(Carver& carver, std::int64_t rows, bool is_l) const;
+
+  /// Where a block's numbers of each rank go as well.
+  struct Kept {
+    float* low = nullptr;  ///< [r][stride]; null: nowhere
+    std::int64_t stride = 0;
+  };
+  /// L = s x A^T as pairs, or as stored tiles where `row_count` says so (DirectGemmArgs); `x` is tiles of the same kind.
+  void MultiplyByA(const KernelTier& kernels, const TileMatrix& x, std::int64_t rows, std::int64_t row_count, const Kept& kept,
+                   Block& block) const;
+  /// P = s d B as operand tiles; so is `d`.
+  /// @param scratch  of an unpack GEMM whose weights have as many rows as B
+  void MultiplyByB(const KernelTier& kernels, const TileMatrix& d, std::int64_t rows, BFloat16* scratch, const Kept& kept,
+                   Block& block) const;
+
  private:
-  const LowRank* low_rank_ = nullptr;
+  std::int64_t padded_rank() const { return b_.columns * kTileColumns; }
+  /// Scales a block's values, keeps them, and lays them out.
+  void Finish(const KernelTier& kernels, std::int64_t rows, std::int64_t panels, TileKind kind, const Kept& kept,
+              Block& block) const;
+
+  const LowRank& low_rank_;
   TileMatrix a_, b_;
   std::int64_t tasks_of_a_ = 0, tasks_of_b_ = 0;
 };

@@ -8,7 +8,7 @@
 namespace moesaic::fused {
 
 enum class FusedStage : std::int8_t {
-  kPack,                ///< pack: rows of x become tiles
+  kPack,                ///< pack: rows of x, and the factors of an adapter, become tiles
   kGemm,                ///< gemm; and turning its sums, 16 rows at a time
   kLowRank,             ///< low_rank: what an adapter makes of the input, L
   kEpilogue,            ///< epilogue: bias, activation, residual, rounding

@@ -24,6 +24,12 @@ class Scratch {
   const bool keep_;
 };
 
+/// Whether a call that takes so many bytes leaves them for the next one.
+inline bool IsKept(std::int64_t bytes, std::int64_t threads) {
+  constexpr std::int64_t kMost = std::int64_t{64} << 20, kMostOfThread = std::int64_t{8} << 20;
+  return bytes <= kMost + threads * kMostOfThread;
+}
+
 /// Frees the scratch memory that past calls left for the next: at most 64 MiB and 8 MiB a thread.
 void ReleaseScratch();
 

@@ -5,6 +5,17 @@
 
 namespace moesaic {
 
+SplitTiles SplitTiles::Take(Carver& carver, std::int64_t rows, std::int64_t rank) {
+  SplitTiles split;
+  if (rank == 0) return split;
+  split.hi = TileMatrix::Activations(nullptr, rows, rank);
+  split.hi.data = carver.Take<BFloat16>(split.hi.size());
+  if (IsRankTwice(rank)) return split;
+  split.lo = split.hi;
+  split.lo.data = carver.Take<BFloat16>(split.lo.size());
+  return split;
+}
+
 void PackSplit(const KernelTier& kernels, float* values, std::int64_t rows, std::int64_t columns, std::int64_t ld,
                TileKind kind, const SplitTiles& tiles) {
   std::vector<const void*> pointers(static_cast<std::size_t>(rows));

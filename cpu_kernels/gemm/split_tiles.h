@@ -2,9 +2,11 @@
 #pragma once
 
 #include <array>
+#include <cassert>
 #include <cstdint>
 #include <span>
 
+#include "cpu_kernels/aligned_buffer.h"
 #include "cpu_kernels/gemm/tiles.h"
 #include "cpu_kernels/kernels.h"
 
@@ -18,16 +20,27 @@ namespace moesaic {
 struct SplitTiles {
   TileMatrix hi;
   TileMatrix lo;
+
+  /// Memory for [rows][rank], rank along columns; none where rank is 0.
+  static SplitTiles Take(Carver& carver, std::int64_t rows, std::int64_t rank);
 };
 
 /// Whether the factors of a low-rank product hold each rank twice, as k and 16 + k.
-MOESAIC_INLINE bool IsRankTwice(std::int64_t rank) { return rank <= kPanelRows; }
+inline bool IsRankTwice(std::int64_t rank) { return rank <= kPanelRows; }
 
-/// What a GEMM takes an intermediate as.
-enum class TileKind { kOperand, kPairs, kStored, kRowPairs };
+/// What a GEMM takes an intermediate as (TileMatrix says how each kind lies).
+enum class TileKind {
+  kOperand,  ///< left factor of the unpack and the gradient form
+  kPairs,    ///< right factor of the direct form
+  kStored,   ///< the same for few rows
+  kRowPairs  ///< right factor of the gradient form
+};
 
-/// Lays [rows][columns] fp32 out as hi and lo tiles, or as both in one. `values` [rows][ld] is overwritten; ld is at least a
-/// tile's columns for the latter.
+/// Lays [rows][columns] fp32 out as hi and lo tiles or, where `lo` has no memory, as both in one: then columns is at most 16.
+/// Whatever else is in these tiles becomes zero.
+/// @param values  [rows][ld], overwritten; ld is at least 32 where both lie in one
+/// @param tiles   as many panels and columns as are to be filled; of row pairs panels are columns / 16, columns are rows / 32
+/// Throws std::bad_alloc.
 void PackSplit(const KernelTier& kernels, float* values, std::int64_t rows, std::int64_t columns, std::int64_t ld,
                TileKind kind, const SplitTiles& tiles);
 
@@ -40,7 +53,10 @@ struct Segments {
   std::array<GemmSegment, 4> segment{};
   std::size_t count = 0;
 
-  void Add(const TileMatrix& weights, const TileMatrix& activations) { segment[count++] = {weights, activations}; }
+  void Add(const TileMatrix& weights, const TileMatrix& activations) {
+    assert(count < segment.size());
+    segment[count++] = {weights, activations};
+  }
   void Add(const TileMatrix& weights, const SplitTiles& activations) {
     Add(weights, activations.hi);
     if (activations.lo.data != nullptr) Add(weights, activations.lo);

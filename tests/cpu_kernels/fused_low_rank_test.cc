@@ -56,7 +56,9 @@ struct Result {
   std::vector<float> low;
 };
 
-Result Multiply(const Problem& p, bool transposed, DType factors, const Dense& x, threadpool::Pool& pool) {
+/// @param low_only  the result stays NaN
+Result Multiply(const Problem& p, bool transposed, DType factors, const Dense& x, threadpool::Pool& pool,
+                bool low_only = false) {
   const std::int64_t columns = transposed ? p.k : p.n;
   const Rows weight(DType::kBFloat16, p.weight, p.k), x_rows(DType::kBFloat16, x, x.cols + 3);
   const Rows a(factors, p.a, p.k + 1), b(factors, p.b, p.rank + 2);
@@ -68,7 +70,7 @@ Result Multiply(const Problem& p, bool transposed, DType factors, const Dense& x
   args.weight = &packed;
   args.transposed = transposed;
   args.low_rank = {a.view(), b.view(), kScale, result.low.data()};
-  args.out = result.out.view();
+  if (!low_only) args.out = result.out.view();
   fused::Linear(args, pool);
   result.out.ExpectGapsUntouched();
   return result;
@@ -81,6 +83,7 @@ void CheckProduct(const Problem& p, bool transposed, DType factors, threadpool::
   for (float& value : poison.values) value = kNaN;
   ASSERT_TRUE(std::isnan(Multiply(p, transposed, factors, poison, pool).low.back()));
   const Result result = Multiply(p, transposed, factors, x, pool);
+  ASSERT_EQ(Multiply(p, transposed, factors, x, pool, true).low, result.low);
   for (std::int64_t t = 0; t < p.rows; ++t) {
     std::vector<double> low;
     for (std::int64_t j = 0; j < p.rank; ++j) {
@@ -119,7 +122,14 @@ std::vector<float> Gradients(const Problem& p, const std::vector<float>& p_t, co
 
 void CheckGradients(const Problem& p, threadpool::Pool& pool) {
   std::mt19937_64 random(3);
-  const Dense p_t = RandomIntegers(p.rank, p.rows, random), low = RandomIntegers(p.rank, p.rows, random);
+  Dense p_t = RandomIntegers(p.rank, p.rows, random), low = RandomIntegers(p.rank, p.rows, random);
+  // Some numbers need both of their bf16 parts; not so many that sums would be rounded.
+  for (std::int64_t j = 0; j < p.rank; ++j) {
+    for (std::int64_t t = j % 7; t < p.rows; t += 7) {
+      p_t(j, t) = 1025.0f + static_cast<float>(t);
+      low(j, t) = -2049.0f - static_cast<float>(j);
+    }
+  }
   Gradients(p, std::vector<float>(p_t.values.size(), kNaN), std::vector<float>(low.values.size(), kNaN), pool);
   const std::vector<float> gradients = Gradients(p, p_t.values, low.values, pool);
   for (std::int64_t j = 0; j < p.rank; ++j) {
@@ -135,20 +145,7 @@ void CheckGradients(const Problem& p, threadpool::Pool& pool) {
   }
 }
 
-class FusedLowRankTest : public TierTest {
- protected:
-  void SetUp() override {
-    TierTest::SetUp();
-    if (IsSkipped() || &ChosenKernels() == tier_) return;
-    try {
-      ForceIsa(tier_->name);
-    } catch (const UnsupportedHostError&) {
-      GTEST_SKIP() << tier_->name << " cannot be forced on this host";
-    }
-    if (&ChosenKernels() != tier_) GTEST_SKIP() << "another entry of the name " << tier_->name << " serves this host";
-  }
-  void TearDown() override { ForceIsa(""); }
-};
+class FusedLowRankTest : public ForcedTierTest {};
 
 TEST_P(FusedLowRankTest, ExactProducts) {
   threadpool::Pool pool(3);
@@ -156,7 +153,7 @@ TEST_P(FusedLowRankTest, ExactProducts) {
     for (const std::int64_t rows : {1, 17, 70, 300}) {
       for (const std::int64_t rank : {1, 16, 17, 40}) {
         // Factors of more than one task each; the last one's contraction is several slices on a matrix unit.
-        for (const auto& [n, k] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {290, 47}, {33, 600}}) {
+        for (const auto& [n, k] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {290, 47}, {33, 1100}}) {
           SCOPED_TRACE(testing::Message() << "[" << n << ", " << k << "], rank " << rank << ", " << rows << " rows"
                                           << (transposed ? ", transposed" : ""));
           CheckProduct(Problem(rows, n, k, rank, RandomIntegers), transposed, rank == 16 ? DType::kBFloat16 : DType::kFloat32,
@@ -172,7 +169,7 @@ TEST_P(FusedLowRankTest, ExactGradients) {
   threadpool::Pool pool(3);
   for (const std::int64_t rows : {1, 255, 700}) {
     for (const std::int64_t rank : {1, 16, 40}) {
-      for (const auto& [n, k] : {std::pair<std::int64_t, std::int64_t>{1, 33}, {530, 47}}) {
+      for (const auto& [n, k] : {std::pair<std::int64_t, std::int64_t>{1, 33}, {530, 1100}}) {
         SCOPED_TRACE(testing::Message() << "[" << n << ", " << k << "], rank " << rank << ", " << rows << " rows");
         CheckGradients(Problem(rows, n, k, rank, RandomIntegers), pool);
         if (HasFatalFailure()) return;
@@ -186,8 +183,8 @@ TEST_P(FusedLowRankTest, ExactGradients) {
 MOESAIC_TEST_ON_EVERY_TIER(FusedLowRankTest);
 
 TEST(FusedLowRankLayerTest, SameBitsForAnyThreads) {
-  for (const std::int64_t rows : {3, 45, 1100}) {
-    const Problem p(rows, 520, 800, 16, RandomValues);
+  for (const auto& [rows, rank] : {std::pair<std::int64_t, std::int64_t>{3, 16}, {45, 20}, {1100, 16}, {1100, 40}}) {
+    const Problem p(rows, 520, 800, rank, RandomValues);
     std::vector<std::vector<float>> gradients;
     std::vector<std::vector<Result>> results;
     for (const int threads : {1, 2, 7, 40}) {
@@ -202,6 +199,46 @@ TEST(FusedLowRankLayerTest, SameBitsForAnyThreads) {
       }
       gradients.push_back(Gradients(p, results.back()[1].low, results.back()[0].low, pool));
       ASSERT_EQ(gradients.back(), gradients.front()) << rows << " rows, " << threads << " threads";
+    }
+  }
+}
+
+/// LoRA in front of an activation, a residual and a norm, with columns that are divided among threads.
+TEST(FusedLowRankLayerTest, EntersBeforeTheActivation) {
+  threadpool::Pool pool(7);
+  for (const std::int64_t rows : {5, 300}) {
+    const Problem p(rows, 290, 120, 16, RandomIntegers);
+    std::mt19937_64 random(8);
+    const Dense r = RandomValues(rows, p.n, random);
+    const Rows weight(DType::kBFloat16, p.weight, p.k), x(DType::kBFloat16, p.x, p.k), residual(DType::kBFloat16, r, p.n);
+    const Rows a(DType::kFloat32, p.a, p.k), b(DType::kFloat32, p.b, p.rank), out(DType::kBFloat16, rows, p.n, p.n);
+    const Rows pre(DType::kBFloat16, rows, p.n, p.n), expected(DType::kBFloat16, rows, p.n, p.n);
+    const fused::PackedMatrix packed(weight.view(), pool);
+    fused::LinearArgs args;
+    args.x = x.view();
+    args.weight = &packed;
+    args.activation = Activation::kGelu;
+    args.residual = residual.view();
+    args.norm = Norm::kLayerNorm;
+    args.epsilon = 1e-5f;
+    args.low_rank = {a.view(), b.view(), kScale, nullptr};
+    args.out = out.view();
+    args.pre = pre.view();
+    fused::Linear(args, pool);
+    // The same of a product that was there: what it gave as an addend of a product with nothing.
+    const Result product = Multiply(p, false, DType::kFloat32, p.x, pool);
+    const Rows nothing(DType::kBFloat16, Dense(rows, p.k), p.k);
+    args.x = nothing.view();
+    args.low_rank = {};
+    args.addend = product.out.view();
+    args.out = expected.view();
+    args.pre = {};
+    fused::Linear(args, pool);
+    for (std::int64_t t = 0; t < rows; ++t) {
+      for (std::int64_t c = 0; c < p.n; ++c) {
+        ASSERT_EQ(pre(t, c), product.out(t, c)) << "row " << t << " column " << c;
+        ASSERT_NEAR(out(t, c), expected(t, c), 0.02f + 0.01f * std::fabs(expected(t, c))) << "row " << t << " column " << c;
+      }
     }
   }
 }
@@ -237,8 +274,13 @@ TEST(FusedLowRankLayerTest, RefusesWhatDoesNotFit) {
     return Refusal([&] { fused::Linear(args, pool); });
   };
   EXPECT_EQ(refusal(a.view(), b.view()), "");
-  EXPECT_EQ(refusal(a.view(), {}), "lora_b has shape []; expected [8, 2]");
-  EXPECT_EQ(refusal({}, b.view()), "lora_a has shape []; expected [r, K]");
+  EXPECT_EQ(refusal(a.view(), {}), "lora_b has 0 dimensions; expected two");
+  EXPECT_EQ(refusal({}, b.view()), "lora_a has 0 dimensions; expected two");
+  const Rows none(DType::kFloat32, 0, 16, 16);
+  EXPECT_EQ(refusal(none.view(), b.view()), "lora_a has shape [0, 16]; expected [r, K], r at least 1");
+  TensorView half = a.view();
+  half.dtype = DType::kFloat16;
+  EXPECT_EQ(refusal(half, b.view()), "lora_a is neither bfloat16 nor float32; expected one of these");
   EXPECT_EQ(refusal(b.view(), a.view()), "lora_a has shape [8, 2]; expected [8, 16]");
   EXPECT_EQ(refusal(a.view(), a.view()), "lora_b has shape [2, 16]; expected [8, 2]");
   TensorView gaps = b.view();
@@ -253,12 +295,20 @@ TEST(FusedLowRankLayerTest, RefusesWhatDoesNotFit) {
   args.out = wide_out.view();
   EXPECT_EQ(refusal(a.view(), b.view()), "x is float32; expected bfloat16, with lora_a");
 
+  args.weight = nullptr;
+  args.norm = Norm::kRmsNorm;
+  EXPECT_EQ(refusal(a.view(), b.view()), "lora_a is given without a weight; expected both");
+
   fused::LowRankGradArgs grad;
   grad.x = x.view();
   grad.d = weight.view();
-  EXPECT_EQ(Refusal([&] { fused::LowRankGrad(grad, pool); }), "d has 8 rows; expected 4, as x has");
+  grad.rank = 2;
+  EXPECT_EQ(Refusal([&] { fused::LowRankGrad(grad, pool); }), "d has shape [8, 16]; expected [4, 16]");
   grad.d = wide_out.view();
-  EXPECT_EQ(Refusal([&] { fused::LowRankGrad(grad, pool); }), "d is float32; expected bfloat16");
+  EXPECT_EQ(Refusal([&] { fused::LowRankGrad(grad, pool); }), "d is not bfloat16; expected the type of x");
+  grad.d = out.view();
+  grad.rank = 0;
+  EXPECT_EQ(Refusal([&] { fused::LowRankGrad(grad, pool); }), "p has 0 rows; expected at least 1");
 }
 
 }  // namespace

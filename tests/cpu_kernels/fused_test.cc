@@ -429,19 +429,9 @@ TEST_P(FusedKernelsTest, Fp32Gemm) {
   }
 }
 
-TEST_P(FusedKernelsTest, ExactProductsOfEverySizeAndDivision) {
-  ForceIsa("");
-  if (&ChosenKernels() != tier_) {
-    try {
-      ForceIsa(tier_->name);
-    } catch (const UnsupportedHostError&) {
-      GTEST_SKIP() << tier_->name << " cannot be forced on this host";
-    }
-    if (&ChosenKernels() != tier_) {
-      ForceIsa("");
-      GTEST_SKIP() << "another entry of the name " << tier_->name << " serves this host";
-    }
-  }
+class FusedProductsTest : public ForcedTierTest {};
+
+TEST_P(FusedProductsTest, ExactOfEverySizeAndDivision) {
   threadpool::Pool one(1), many(5);
   for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
     for (const bool transposed : {false, true}) {
@@ -453,10 +443,7 @@ TEST_P(FusedKernelsTest, ExactProductsOfEverySizeAndDivision) {
             SCOPED_TRACE(testing::Message()
                          << "[" << n << ", " << k << "], " << rows << " rows" << (transposed ? ", transposed" : ""));
             CheckExactLinear(dtype, rows, n, k, transposed, norm, rows == 300 && n == 600 ? one : many);
-            if (HasFatalFailure()) {
-              ForceIsa("");
-              return;
-            }
+            if (HasFatalFailure()) return;
           }
         }
       }
@@ -464,10 +451,10 @@ TEST_P(FusedKernelsTest, ExactProductsOfEverySizeAndDivision) {
     // More than the caches hold, in rows that are no whole lines.
     CheckExactLinear(dtype, 3000, 770, 33, false, Norm::kNone, one);
   }
-  ForceIsa("");
 }
 
 MOESAIC_TEST_ON_EVERY_TIER(FusedKernelsTest);
+MOESAIC_TEST_ON_EVERY_TIER(FusedProductsTest);
 
 TEST(FusedLayerTest, UnpacksWhatWasPacked) {
   threadpool::Pool pool(2);

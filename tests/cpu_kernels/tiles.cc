@@ -1,5 +1,7 @@
 #include "tests/cpu_kernels/tiles.h"
 
+#include "cpu_kernels/isa.h"
+
 #include <cmath>
 #include <cstring>
 
@@ -70,5 +72,18 @@ std::span<const KernelTier* const> TestedTiers() {
 }
 
 std::string TierLabel(std::size_t index) { return std::string(TestedTiers()[index]->name) + "_" + std::to_string(index); }
+
+void ForcedTierTest::SetUp() {
+  TierTest::SetUp();
+  if (IsSkipped() || &ChosenKernels() == tier_) return;
+  try {
+    ForceIsa(tier_->name);
+  } catch (const UnsupportedHostError&) {
+    GTEST_SKIP() << tier_->name << " cannot be forced on this host";
+  }
+  if (&ChosenKernels() != tier_) GTEST_SKIP() << "another entry of the name " << tier_->name << " serves this host";
+}
+
+void ForcedTierTest::TearDown() { ForceIsa(""); }
 
 }  // namespace moesaic

@@ -87,6 +87,13 @@ class TierTest : public testing::TestWithParam<std::size_t> {
   const KernelTier* tier_ = nullptr;
 };
 
+/// The same for code that asks for the tier in use; entries that cannot be it on this host are skipped.
+class ForcedTierTest : public TierTest {
+ protected:
+  void SetUp() override;
+  void TearDown() override;
+};
+
 /// Instantiates a TierTest for every entry.
 #define MOESAIC_TEST_ON_EVERY_TIER(suite)                                                      \
   INSTANTIATE_TEST_SUITE_P(Tiers, suite, testing::Range<std::size_t>(0, TestedTiers().size()), \

@@ -213,6 +213,7 @@ def fused_linear(
     beta: torch.Tensor | None = None,
     eps: float = 0.0,
     save: bool = False,
+    low_only: bool = False,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """norm(activation(x (W + s B A)^T + bias + addend) + residual); x (W + s B A) if `transposed`; norm(x) without a
@@ -221,7 +222,8 @@ def fused_linear(
     `x` and `residual` have one to three dimensions, whose rows follow each other, and the first result has those of
     `x`; all others have two. Vectors are bf16 or fp32. With `save` also the activation's input, the norm's result
     before gamma and beta, and 1 / std [rows, 1], where there is an activation or a norm, and with A and B what they
-    make of x: ``s A x^T``, or ``s B^T x^T`` if `transposed`, [r, rows] fp32."""
+    make of x: ``s A x^T``, or ``s B^T x^T`` if `transposed`, [r, rows] fp32; with `low_only` as well that alone, and no
+    first result."""
 
 def low_rank_backward(
     p: torch.Tensor, low: torch.Tensor, x: torch.Tensor, d: torch.Tensor

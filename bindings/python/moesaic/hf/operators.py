@@ -127,7 +127,10 @@ class Operator(ABC):
         for layer in layers:
             base = getattr(layer, "base_layer", layer)
             added = _adapters(layer, x)
-            if type(base) is not nn.Linear or base.weight.dtype != x.dtype or added is None or _hooked(base):
+            # Hooks of the module itself run around this call.
+            if type(base) is not nn.Linear or base.weight.dtype != x.dtype or added is None:
+                return None
+            if base is not self.module and _hooked(base):
                 return None
             bases.append(base)
             adapters.append(added)
@@ -139,7 +142,7 @@ class Operator(ABC):
                 for base, added in zip(bases, adapters, strict=True)
             ]
             addend = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        lora = adapters[0].pairs if len(adapters) == 1 else _side_by_side(bases, adapters)
+        lora = adapters[0].pairs if len(adapters) == 1 else _stacked(bases, adapters)
         gamma, beta = (None, None) if norm is None else (norm.weight, norm.bias)
         return checked.linear(fusion or Fusion(), x, self._pack(key, bases), residual, gamma, beta, addend, lora)
 
@@ -316,7 +319,7 @@ class Dense(Operator):
     def matches(cls, module: nn.Module) -> bool:
         return type(module) is nn.Linear or (
             type(getattr(module, "base_layer", None)) is nn.Linear
-            and hasattr(module, "lora_A")
+            and isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
             and not getattr(module, "lora_variant", True)
         )
 
@@ -397,7 +400,7 @@ def _adapters(layer: Any, x: torch.Tensor) -> _Adapters | None:
     dropout stands before them."""
     if not hasattr(layer, "base_layer"):
         return _NO_ADAPTERS
-    if not hasattr(layer, "lora_A") or not hasattr(layer, "lora_variant"):
+    if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) or not hasattr(layer, "lora_variant"):
         return None
     if layer.disable_adapters:
         return None if layer.merged else _NO_ADAPTERS  # merged ones PEFT takes out first
@@ -431,10 +434,11 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _passes(dropout: Any) -> bool:
-    return type(dropout) is nn.Identity or (_is_dropout(dropout) and _inactive(dropout))
+    passes = type(dropout) is nn.Identity or (_is_dropout(dropout) and _inactive(dropout))
+    return passes and not _hooked(dropout)
 
 
-def _side_by_side(bases: list[nn.Linear], adapters: list[_Adapters]) -> tuple[LoraPair, ...]:
+def _stacked(bases: list[nn.Linear], adapters: list[_Adapters]) -> tuple[LoraPair, ...]:
     """Changes of layers whose outputs follow each other, as changes of all these outputs."""
     total = sum(base.out_features for base in bases)
     before, pairs = 0, []

@@ -9,8 +9,9 @@ import torch
 
 from moesaic import _core
 from moesaic.autograd import differentiable_once
+from moesaic.lora import LoraPair
 
-__all__ = ["Fusion", "LowRank", "attention", "fused_linear", "rows_of", "silu_mul"]
+__all__ = ["Fusion", "attention", "fused_linear", "rows_of", "silu_mul"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +23,13 @@ class Fusion:
     eps: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """What an adapter adds to a weight: ``scale * b @ a``, a ``[r, K]`` and b ``[N, r]``, contiguous rows."""
-
-    a: torch.Tensor | None = None
-    b: torch.Tensor | None = None
-    scale: float = 1.0
-
-
-_NO_ADAPTER = LowRank()
-
-
 def _compute(
     fusion: Fusion,
     packed: _core.PackedMatrix | None,
     x: torch.Tensor,
     bias: torch.Tensor | None,
     addend: torch.Tensor | None,
-    lora: LowRank,
+    lora: LoraPair | None,
     residual: torch.Tensor | None,
     gamma: torch.Tensor | None,
     beta: torch.Tensor | None,
@@ -52,9 +41,9 @@ def _compute(
         packed,
         bias=bias,
         addend=addend,
-        lora_a=lora.a,
-        lora_b=lora.b,
-        lora_scale=lora.scale,
+        lora_a=None if lora is None else lora.a,
+        lora_b=None if lora is None else lora.b,
+        lora_scale=1.0 if lora is None else lora.scale,
         activation=fusion.activation,
         residual=residual,
         norm=fusion.norm,
@@ -87,12 +76,15 @@ class _FusedLinear(torch.autograd.Function):
         gamma: torch.Tensor | None,
         beta: torch.Tensor | None,
     ) -> torch.Tensor:
-        lora = LowRank(lora_a, lora_b, lora_scale)
+        lora = None if lora_a is None or lora_b is None else LoraPair(lora_a, lora_b, lora_scale)
         out, pre, normalized, inverse_std, low = _compute(
             fusion, packed, x, bias, addend, lora, residual, gamma, beta, True
         )
-        trains = any(t is not None and t.requires_grad for t in (weight, lora_a, lora_b))
-        ctx.save_for_backward(x if trains else None, pre, normalized, inverse_std, gamma, lora_a, lora_b, low)
+        trains_lora = lora is not None and (lora.a.requires_grad or lora.b.requires_grad)
+        trains = trains_lora or (weight is not None and weight.requires_grad)
+        ctx.save_for_backward(
+            x if trains else None, pre, normalized, inverse_std, gamma, lora_a, lora_b, low if trains_lora else None
+        )
         ctx.fusion = fusion
         ctx.packed = packed
         ctx.lora_scale = lora_scale
@@ -131,6 +123,7 @@ class _FusedLinear(torch.autograd.Function):
                     lora_b=lora_b,
                     lora_scale=ctx.lora_scale,
                     save=trains_lora,
+                    low_only=not needs_x,
                 )
             if trains_lora:
                 assert p is not None  # asked for
@@ -220,7 +213,7 @@ def fused_linear(
     gamma: torch.Tensor | None,
     beta: torch.Tensor | None,
     out: torch.Tensor | None = None,
-    lora: LowRank = _NO_ADAPTER,
+    lora: LoraPair | None = None,
 ) -> torch.Tensor:
     """``norm(activation(x (W + lora)^T + bias + addend) + residual)``, or ``norm(x)`` without `packed`.
 
@@ -228,9 +221,10 @@ def fused_linear(
         x, residual: ``[..., features]``; `addend` is ``[rows, features]``.
         packed: W; `weight` is the tensor it was packed from where that requires a gradient.
         out: where the result goes, 2-D as `x` then; only where nothing requires a gradient.
-        lora: of bf16 weights.
+        lora: a change of bf16 weights, whose a and b have contiguous rows.
     """
-    tensors = (x, weight, bias, addend, lora.a, lora.b, residual, gamma, beta)
+    a, b, scale = (None, None, 1.0) if lora is None else (lora.a, lora.b, lora.scale)
+    tensors = (x, weight, bias, addend, a, b, residual, gamma, beta)
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not train and x.dim() <= 3 and x.is_contiguous() and (residual is None or residual.is_contiguous()):
         return _compute(fusion, packed, x, bias, addend, lora, residual, gamma, beta, False, out)[0]
@@ -241,7 +235,7 @@ def fused_linear(
     if not train:
         return _compute(fusion, packed, x, bias, addend, lora, residual, gamma, beta, False, out)[0].view(shape)
     result: torch.Tensor = _FusedLinear.apply(  # type: ignore[no-untyped-call]
-        fusion, packed, x, weight, bias, addend, lora.a, lora.b, lora.scale, residual, gamma, beta
+        fusion, packed, x, weight, bias, addend, a, b, scale, residual, gamma, beta
     )
     return result.view(shape)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from moesaic import forward_mode
 from moesaic.lora import LoraPair
-from moesaic.nn.autograd import Fusion, LowRank, fused_linear, rows_of
+from moesaic.nn.autograd import Fusion, fused_linear, rows_of
 from moesaic.nn.linear import PackedLinear
 
 __all__ = ["check", "check_inplace", "epsilon", "gelu", "linear", "norm", "required"]
@@ -52,29 +52,31 @@ def linear(
     if fusion.norm == "layernorm":
         _check_vector(required(beta, "beta"), "beta", w.out_features)
     pairs = [pair for pair in (*w.lora, *lora) if pair.a.shape[0] > 0]
-    low_rank = LowRank()
-    if pairs:
-        if x.dtype == torch.bfloat16 and all(t.dtype in _DTYPES for pair in pairs for t in (pair.a, pair.b)):
-            low_rank = _side_by_side(pairs)
-        else:
-            for pair in pairs:
-                low = F.linear(rows_of(x).to(pair.a.dtype), pair.a) * pair.scale
-                delta = F.linear(low.to(pair.b.dtype), pair.b).to(x.dtype)
-                addend = delta if addend is None else addend + delta
+    served = x.dtype == torch.bfloat16 and all(t.dtype in _DTYPES for pair in pairs for t in (pair.a, pair.b))
+    change = _sum_of(pairs) if pairs and served else None
+    if change is None:
+        for pair in pairs:
+            low = F.linear(rows_of(x).to(pair.a.dtype), pair.a) * pair.scale
+            delta = F.linear(low.to(pair.b.dtype), pair.b).to(x.dtype)
+            addend = delta if addend is None else addend + delta
     if forward_mode.is_on():
-        adapters = [(tensor, "w.lora") for tensor in (addend, low_rank.a, low_rank.b)]
-        for tensor, name in ((w.weight, "w.weight"), (w.bias, "w.bias"), *adapters):
+        adapters = [(tensor, "w.lora") for pair in pairs for tensor in (pair.a, pair.b)]
+        for tensor, name in ((w.weight, "w.weight"), (w.bias, "w.bias"), (addend, "w.lora"), *adapters):
             if tensor is not None:
                 forward_mode.refuse(tensor, name)
-    return fused_linear(fusion, w.packed(), x, w.weight, w.bias, addend, residual, gamma, beta, lora=low_rank)
+    return fused_linear(fusion, w.packed(), x, w.weight, w.bias, addend, residual, gamma, beta, lora=change)
 
 
-def _side_by_side(pairs: Sequence[LoraPair]) -> LowRank:
-    """Changes that add up, as one."""
+def _sum_of(pairs: Sequence[LoraPair]) -> LoraPair:
+    """Changes of one weight that add up, as one change."""
+    scale = pairs[0].scale
     if len(pairs) == 1:
-        return LowRank(rows_of(pairs[0].a), rows_of(pairs[0].b), pairs[0].scale)
-    a, b = torch.cat([pair.a for pair in pairs]), torch.cat([pair.b * pair.scale for pair in pairs], dim=1)
-    return LowRank(a, b)
+        return LoraPair(rows_of(pairs[0].a), rows_of(pairs[0].b), scale)
+    if all(pair.scale == scale for pair in pairs):
+        a = [pair.a for pair in pairs]
+    else:  # in fp32: it is rounded once, where it is multiplied
+        a, scale = [pair.a.float() * pair.scale for pair in pairs], 1.0
+    return LoraPair(torch.cat(a), torch.cat([pair.b for pair in pairs], dim=1), scale)
 
 
 def norm(

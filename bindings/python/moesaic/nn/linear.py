@@ -38,8 +38,8 @@ class PackedLinear:
             values changed.
         bias: ``[N]`` bf16 or fp32, or None; kept, and read in every call.
         lora: low-rank changes ``scale * b @ a`` with a ``[r, K]`` and b ``[N, r]``, bf16 or fp32, which add up; read in
-            every call. With bf16 weights they are rounded to bf16, and one more step of the GEMM; with fp32 PyTorch
-            computes them. They enter before the activation.
+            every call. With bf16 weights they are rounded to bf16, and one more step of the GEMM; with fp32 weights, or
+            factors of another dtype, PyTorch computes them. They enter before the activation.
 
     The inputs of the functions must have the dtype of `weight`: bf16 is multiplied as bf16 with fp32 sums, fp32 as
     fp32. A copy shares the weights; pickling unpacks them.
