@@ -171,8 +171,7 @@ class GradRun {
     };
     pool_.ParallelFor(2 * CeilDiv(rows_, kGradientRows),
                       [&](std::int64_t i, int worker) { PackLeft(i % 2, i / 2 * kGradientRows, memory_of(worker)); });
-    pool_.ParallelFor(blocks_ * strips_,
-                      [&](std::int64_t i, int worker) { Sum(i / strips_, i % strips_, memory_of(worker)); });
+    pool_.ParallelFor(blocks_ * strips_, [&](std::int64_t i, int worker) { Sum(i / strips_, i % strips_, memory_of(worker)); });
     pool_.ParallelFor(strips_, [&](std::int64_t strip, int) { Store(strip); });
   }
 
