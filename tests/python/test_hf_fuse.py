@@ -562,6 +562,60 @@ def test_adapters_in_the_engine(dropout: float, autocast: bool, monkeypatch: pyt
         assert max(ratios) < 3 and torch.tensor(ratios).log().mean().exp() < 1.15
 
 
+#: Adapters of four projections and three layers of an FFN -> how many products the engine computes with them.
+KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "eval": ("LoraConfig", {"lora_dropout": 0.5, "init_lora_weights": False}, 2 * 6),  # dropout does nothing then
+    "rslora": ("LoraConfig", {"use_rslora": True, "init_lora_weights": False}, 2 * 6),
+    "dora": ("LoraConfig", {"use_dora": True, "init_lora_weights": False}, 0),
+    "bias": ("LoraConfig", {"lora_bias": True, "init_lora_weights": False}, 0),
+    "adalora": ("AdaLoraConfig", {"total_step": 10, "init_lora_weights": False}, 0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_adapters(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine does not know PEFT computes, beside layers that are fused."""
+    peft = pytest.importorskip("peft")
+    class_name, options, expected = KINDS[kind]
+    targets = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    decoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_key_value_heads=2, head_dim=16, **SMALL))
+    config = getattr(peft, class_name)(target_modules=targets, **options)
+    model = peft.get_peft_model(decoder.bfloat16(), config).eval()
+    factors: list[object] = []
+    compute = moesaic._core.fused_linear
+    monkeypatch.setattr(
+        moesaic._core, "fused_linear", lambda *a, **k: factors.append(k.get("lora_a")) or compute(*a, **k)
+    )
+    with torch.no_grad():
+        exact, stock = output(copy.deepcopy(model).double()), output(model)
+        assert moesaic.hf.fuse(model).replaced
+        factors.clear()
+        fused = output(model)
+    assert sum(factor is not None for factor in factors) == expected and factors
+    assert error(fused, exact) < 1.3 * error(stock, exact)
+
+
+def test_a_hooked_projection_is_fused() -> None:
+    """Hooks of the module run around its forward; those of a factor inside would be passed over."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    decoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_key_value_heads=2, head_dim=16, **SMALL))
+    model = peft.get_peft_model(decoder.bfloat16(), config).eval()
+    moesaic.hf.fuse(model)
+    seen: list[str] = []
+    attention = model.base_model.model.model.layers[0].self_attn
+    for name, module in (
+        ("k", attention.k_proj),
+        ("q", attention.q_proj),
+        ("A", attention.q_proj.lora_A["default"]),
+        ("dropout", attention.v_proj.lora_dropout["default"]),
+    ):
+        module.register_forward_hook(lambda *_, name=name: seen.append(name))
+    with torch.no_grad():
+        output(model)
+    assert sorted(seen) == ["A", "dropout", "k", "q"]
+
+
 @pytest.mark.parametrize("fused_first", [True, False])
 def test_lora(fused_first: bool) -> None:
     peft = pytest.importorskip("peft")
