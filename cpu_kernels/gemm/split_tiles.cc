@@ -1,9 +1,19 @@
 #include "cpu_kernels/gemm/split_tiles.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 namespace moesaic {
+namespace {
+
+/// What rounding to bf16 leaves of a value; nothing of one that it makes infinite, or that is.
+float Rest(float value) {
+  const float rounded = ToFloat(ToBFloat16(value));
+  return std::isfinite(rounded) ? value - rounded : 0.0f;
+}
+
+}  // namespace
 
 SplitTiles SplitTiles::Take(Carver& carver, std::int64_t rows, std::int64_t rank) {
   SplitTiles split;
@@ -36,7 +46,7 @@ void PackSplit(const KernelTier& kernels, float* values, std::int64_t rows, std:
     for (std::int64_t i = 0; i < rows; ++i) {
       float* row = values + i * ld;
       std::fill(row + columns, row + kPanelRows, 0.0f);
-      for (std::int64_t k = 0; k < kPanelRows; ++k) row[kPanelRows + k] = row[k] - ToFloat(ToBFloat16(row[k]));
+      for (std::int64_t k = 0; k < kPanelRows; ++k) row[kPanelRows + k] = Rest(row[k]);
     }
     pack.columns = kTileColumns;
     kernels.pack_rows(pack);
@@ -44,7 +54,7 @@ void PackSplit(const KernelTier& kernels, float* values, std::int64_t rows, std:
   }
   kernels.pack_rows(pack);
   for (std::int64_t i = 0; i < rows; ++i) {
-    for (std::int64_t k = 0; k < columns; ++k) values[i * ld + k] -= ToFloat(ToBFloat16(values[i * ld + k]));
+    for (std::int64_t k = 0; k < columns; ++k) values[i * ld + k] = Rest(values[i * ld + k]);
   }
   out = tiles.lo;
   kernels.pack_rows(pack);

@@ -37,7 +37,7 @@ enum class TileKind {
 };
 
 /// Lays [rows][columns] fp32 out as hi and lo tiles or, where `lo` has no memory, as both in one: then columns is at most 16.
-/// Whatever else is in these tiles becomes zero.
+/// Whatever else is in these tiles becomes zero. NaN and infinite values are all in hi.
 /// @param values  [rows][ld], overwritten; ld is at least 32 where both lie in one
 /// @param tiles   as many panels and columns as are to be filled; of row pairs panels are columns / 16, columns are rows / 32
 /// Throws std::bad_alloc.

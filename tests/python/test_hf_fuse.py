@@ -595,6 +595,33 @@ def test_kinds_of_adapters(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(fused, exact) < 1.3 * error(stock, exact)
 
 
+@pytest.mark.parametrize("what", ["tensor scales", "merged rows"])
+def test_what_peft_does_to_its_layers(what: str) -> None:
+    """Scales that are tensors, as before a hot swap under compile; a merge of which samples of a weight tell nothing."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    decoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_key_value_heads=2, head_dim=16, **SMALL))
+    model = peft.get_peft_model(decoder.bfloat16(), config).eval()
+    with torch.no_grad():
+        if what == "tensor scales":
+            for module in model.modules():
+                for name in getattr(module, "lora_A", {}):
+                    module.scaling[name] = torch.tensor(module.scaling[name])
+            stock = output(model)
+            moesaic.hf.fuse(model)
+        else:
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter[12:], parameter[0] = 0, 0
+            moesaic.hf.fuse(model)
+            output(model)
+            model.merge_adapter()
+            stock = output(copy.deepcopy(model).merge_and_unload())
+        assert error(output(model), stock) < 3e-2
+        with model.disable_adapter():
+            assert error(output(model), stock) > 6e-2
+
+
 def test_a_hooked_projection_is_fused() -> None:
     """Hooks of the module run around its forward; those of a factor inside would be passed over."""
     peft = pytest.importorskip("peft")

@@ -144,21 +144,24 @@ class Operator(ABC):
             addend = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         lora = adapters[0].pairs if len(adapters) == 1 else _stacked(bases, adapters)
         gamma, beta = (None, None) if norm is None else (norm.weight, norm.bias)
-        return checked.linear(fusion or Fusion(), x, self._pack(key, bases), residual, gamma, beta, addend, lora)
-
-    def _pack(self, key: str, bases: list[nn.Linear]) -> PackedLinear:
-        weights: list[torch.Tensor] = [base.weight for base in bases]
+        # PEFT merges through `.data`, of which nothing tells but the samples of a fingerprint.
+        merged = tuple(tuple(getattr(layer, "merged_adapters", ())) for layer in layers)
+        packed = self._pack(key, bases, merged)
+        # Not kept with the weights: other threads use them meanwhile, and in other graphs.
         biases: list[torch.Tensor] = [base.bias for base in bases]
         bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
+        return checked.linear(fusion or Fusion(), x, packed, residual, gamma, beta, addend, lora, bias)
+
+    def _pack(self, key: str, bases: list[nn.Linear], merged: tuple[tuple[str, ...], ...]) -> PackedLinear:
+        weights: list[torch.Tensor] = [base.weight for base in bases]
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-            return PackedLinear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
-        state = tuple(fingerprint(weight) for weight in weights)
+            return PackedLinear(weights[0] if len(weights) == 1 else torch.cat(weights))
+        state = (merged, *(fingerprint(weight) for weight in weights))
         kept = self._packed.get(key)
         if kept is None or kept[0] != state:
             detached = [weight.detach() for weight in weights]
             kept = (state, PackedLinear(detached[0] if len(detached) == 1 else torch.cat(detached)))
             self._packed[key] = kept
-        kept[1].bias = bias
         return kept[1]
 
 
@@ -378,8 +381,8 @@ def _takes(module: nn.Module, count: int) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether calling `module` does more than its forward."""
-    return bool(
+    """Whether calling `module` does more than its class's forward, or something else."""
+    return "forward" in module.__dict__ or bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
@@ -414,10 +417,12 @@ def _adapters(layer: Any, x: torch.Tensor) -> _Adapters | None:
         if name in layer.lora_variant:
             return None
         a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-        if x.dtype == torch.bfloat16 and _is_plain(a) and _is_plain(b) and _passes(dropout):
-            pairs.append(LoraPair(a.weight, b.weight, layer.scaling[name]))
+        scale = layer.scaling[name]  # a tensor after PEFT's prepare_model_for_compiled_hotswap
+        trains = isinstance(scale, torch.Tensor) and scale.requires_grad
+        if x.dtype == torch.bfloat16 and _is_plain(a) and _is_plain(b) and _passes(dropout) and not trains:
+            pairs.append(LoraPair(a.weight, b.weight, float(scale)))
             continue
-        part = b(a(dropout(x.reshape(-1, x.shape[-1]).to(a.weight.dtype)))) * layer.scaling[name]
+        part = b(a(dropout(x.reshape(-1, x.shape[-1]).to(a.weight.dtype)))) * scale
         delta = part if delta is None else delta + part
     return _Adapters(tuple(pairs), None if delta is None else delta.to(x.dtype))
 

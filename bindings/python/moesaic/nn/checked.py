@@ -27,12 +27,14 @@ def linear(
     beta: torch.Tensor | None = None,
     addend: torch.Tensor | None = None,
     lora: Sequence[LoraPair] = (),
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``norm(activation(x W^T + bias + LoRA + addend) + residual)``.
 
     Args:
         addend: ``[rows, N]``, rows of all leading dimensions of `x` together.
         lora: beside those of `w`. In bf16 the engine computes both, else PyTorch.
+        bias: instead of that of `w`.
     """
     if not isinstance(w, PackedLinear):
         raise TypeError(f"w is a {type(w).__name__}; expected a moesaic.nn.PackedLinear")
@@ -51,6 +53,7 @@ def linear(
         _check_vector(required(gamma, "gamma"), "gamma", w.out_features)
     if fusion.norm == "layernorm":
         _check_vector(required(beta, "beta"), "beta", w.out_features)
+    bias = w.bias if bias is None else bias
     pairs = [pair for pair in (*w.lora, *lora) if pair.a.shape[0] > 0]
     served = x.dtype == torch.bfloat16 and all(t.dtype in _DTYPES for pair in pairs for t in (pair.a, pair.b))
     change = _sum_of(pairs) if pairs and served else None
@@ -61,10 +64,10 @@ def linear(
             addend = delta if addend is None else addend + delta
     if forward_mode.is_on():
         adapters = [(tensor, "w.lora") for pair in pairs for tensor in (pair.a, pair.b)]
-        for tensor, name in ((w.weight, "w.weight"), (w.bias, "w.bias"), (addend, "w.lora"), *adapters):
+        for tensor, name in ((w.weight, "w.weight"), (bias, "w.bias"), (addend, "w.lora"), *adapters):
             if tensor is not None:
                 forward_mode.refuse(tensor, name)
-    return fused_linear(fusion, w.packed(), x, w.weight, w.bias, addend, residual, gamma, beta, lora=change)
+    return fused_linear(fusion, w.packed(), x, w.weight, bias, addend, residual, gamma, beta, lora=change)
 
 
 def _sum_of(pairs: Sequence[LoraPair]) -> LoraPair:

@@ -77,6 +77,8 @@ class PackedLinear:
                 raise TypeError(f"lora holds a {type(pair).__name__}; expected moesaic.LoraPair")
             if pair.experts is not None:
                 raise ValueError(f"lora has experts = {pair.experts}; expected None: a dense layer has one matrix")
+            if not (pair.a.is_floating_point() and pair.b.is_floating_point()):
+                raise ValueError(f"lora has a {pair.a.dtype} and b {pair.b.dtype}; expected floating-point numbers")
             if pair.a.dim() != 2 or pair.b.dim() != 2 or pair.a.shape[0] != pair.b.shape[1]:
                 raise ValueError(
                     f"lora has a {list(pair.a.shape)} and b {list(pair.b.shape)}; expected [r, K] and [N, r]"
