@@ -597,7 +597,7 @@ def test_kinds_of_adapters(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("what", ["tensor scales", "merged rows"])
 def test_what_peft_does_to_its_layers(what: str) -> None:
-    """Scales that are tensors, as before a hot swap under compile; a merge of which samples of a weight tell nothing."""
+    """Scales that are tensors, as before a hot swap under compile; a merge that samples of a weight do not show."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     decoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_key_value_heads=2, head_dim=16, **SMALL))
