@@ -35,8 +35,11 @@ MOESAIC_INLINE void LoadTileRow(const PackRowsArgs& args, std::int64_t row, std:
     std::memcpy(out, static_cast<const BFloat16*>(source) + column, static_cast<std::size_t>(n) * sizeof(BFloat16));
     return;
   }
-  if (args.dtype == DType::kFloat32 && !scaled && n == kTileColumns) {
-    NarrowTileRow(static_cast<const float*>(source) + column, out);
+  if (args.dtype == DType::kFloat32 && !scaled) {
+    const float* from = static_cast<const float*>(source) + column;
+    if (n == kTileColumns) return NarrowTileRow(from, out);
+    StoreBf16(out, LoadF32Part(from, n < 16 ? n : 16));
+    StoreBf16(out + 16, n > 16 ? LoadF32Part(from + 16, n - 16) : F32x16{});
     return;
   }
   float values[kTileColumns] = {};

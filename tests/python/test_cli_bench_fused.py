@@ -41,8 +41,12 @@ def test_document(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
         "attention output 64",
         "FFN 1 64",
         "FFN 2 64",
-        # Of fp32 it is PyTorch's.
-        *(["self-attention 64", "attention in training, 9 tokens", "decoding, 36 keys"] if dtype == "bf16" else []),
+        # Of fp32 they are PyTorch's.
+        *(
+            ["adapter in training 64", "self-attention 64", "attention in training, 9 tokens", "decoding, 36 keys"]
+            if dtype == "bf16"
+            else []
+        ),
         "attention output 770",
         "FFN 2 770",
         "layernorm 64",
@@ -67,7 +71,8 @@ def test_document(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert limit / times["max"] <= row["moesaic"]["fraction_of_limit"] <= limit / times["min"]
         ratio = row["peers"]["torch"]["ms"]["median"] / times["median"]
         assert row["peers"]["torch"]["ratio"] == pytest.approx(ratio)
-        dense = row["flops"] > 0 and not row["name"].startswith(("self-attention", "attention in", "decoding"))
+        others = ("adapter", "self-attention", "attention in", "decoding")
+        dense = row["flops"] > 0 and not row["name"].startswith(others)
         assert ("ratio" in row["peers"]["onednn"]) == (dense and fused_case.onednn.unavailable() is None)
 
 

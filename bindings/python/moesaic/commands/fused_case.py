@@ -20,6 +20,8 @@ _HEAD_DIM = 64
 """Of attention."""
 _DECODER = (32, 4, 128)
 """Heads, heads of keys and numbers of a head, of a decoder that trains and of one query to a cache."""
+_RANK, _SCALE = 16, 2.0
+"""Of an adapter."""
 _DRAWN_ROWS = 8192
 
 
@@ -28,7 +30,8 @@ class Case:
     """One operator on one shape: `rows` x `k` to `rows` x `n`."""
 
     name: str
-    kind: str  #: "add_layernorm", "gelu", "layernorm", "rmsnorm", "silu_mul", "attention", "training", "decoding"
+    kind: str  #: "add_layernorm", "gelu", "adapter", "layernorm", "rmsnorm", "silu_mul", or of attention:
+    #: "attention", "training", "decoding"
     rows: int
     n: int
     k: int
@@ -49,6 +52,8 @@ class Case:
             return 7 * self.rows * self.sequence * self.n
         if self.kind == "decoding":
             return 4 * self.rows * self.tokens * self.n
+        if self.kind == "adapter":  # both ways, and the gradients of its factors
+            return 4 * self.rows * self.n * self.k + 6 * self.rows * _RANK * (self.n + self.k)
         return 2 * self.rows * self.n * self.k if self.has_gemm else 0
 
     @property
@@ -58,12 +63,15 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Input, weights, cache, residual and result, and the gradients of input and result, each once."""
+        """Input, weights, cache, residual and result, and the gradients of input and result, each once; of an adapter
+        the input and the weights both ways."""
         values = self.rows * (self.k + self.n)
         if self.has_gemm:
             values += self.n * self.k
         if self.kind == "add_layernorm":
             values += self.rows * self.n
+        if self.kind == "adapter":
+            values += self.rows * self.k + 2 * self.n * self.k + self.rows * (self.k + self.n)
         if self.kind == "training":
             values *= 2
         if self.kind == "decoding":
@@ -87,7 +95,8 @@ def cases(
             Case(f"FFN 1 {h}", "gelu", rows, 4 * h, h, dtype),
             Case(f"FFN 2 {h}", "add_layernorm", rows, h, 4 * h, dtype),
         ]
-    if dtype == torch.bfloat16:  # of fp32 it is PyTorch's
+    if dtype == torch.bfloat16:  # of fp32 they are PyTorch's
+        found += [Case(f"adapter in training {h}", "adapter", rows, h, h, dtype) for h in hidden]
         found += [
             Case(f"self-attention {h}", "attention", rows, h, 3 * h, dtype, tokens)
             for h in hidden
@@ -130,7 +139,12 @@ class Inputs:
             self.packed = PackedLinear(self.weight, self.bias)
         if case.kind == "add_layernorm":
             self.residual = normal(case.rows, case.n)
-        if case.kind == "training":
+        if case.kind == "adapter":
+            self.weight = (normal(case.n, case.k) / case.k**0.5).to(case.dtype)
+            self.a, self.b = normal(_RANK, case.k).float() / case.k**0.5, normal(case.n, _RANK).float()
+            lora = moesaic.LoraPair(self.a.requires_grad_(), self.b.requires_grad_(), _SCALE)
+            self.packed = PackedLinear(self.weight, lora=lora)
+        if case.kind in ("adapter", "training"):
             self.d_out = normal(case.rows, case.n)
         elif case.kind == "decoding":
             self.cache = normal(2 * case.rows * _DECODER[1], case.tokens, _DECODER[2])
@@ -155,6 +169,11 @@ class Inputs:
             )
         if self.case.kind == "decoding":
             return _rows_of(functional.attention(*_cached(self.x, self.cache)))
+        if self.case.kind == "adapter":
+            with torch.enable_grad():
+                leaf = self.x.detach().requires_grad_()
+                out = functional.gemm_bias(leaf, self.packed)
+                return torch.autograd.grad(out, (leaf, self.a, self.b), self.d_out)[0]
         return functional.silu_mul(self.x)
 
     def error(self) -> float:
@@ -195,7 +214,7 @@ class Inputs:
         return _compute(self.case.kind, self.case.n, x, t, self.case.sequence)
 
     def _compiled(self, given: dict[str, torch.Tensor]) -> Callable[[], object] | str:
-        if self.case.kind == "training":
+        if self.case.kind in ("adapter", "training"):
             return "torch.compile is compared where no gradient is wanted"
         module = _Module(self.case.kind, self.case.n, given, self.case.sequence).eval()
         activations = [given[name] for name in ("x", "residual") if name in given]
@@ -289,6 +308,12 @@ def _compute(kind: str, n: int, x: torch.Tensor, t: dict[str, torch.Tensor], tok
         )
     if kind == "decoding":
         return _rows_of(F.scaled_dot_product_attention(*_cached(x, t["cache"]), enable_gqa=True))
+    if kind == "adapter":  # as PEFT has it
+        with torch.enable_grad():
+            x, a, b = (tensor.detach().requires_grad_() for tensor in (x, t["a"], t["b"]))
+            delta = F.linear(F.linear(x.to(a.dtype), a), b) * _SCALE
+            out = (F.linear(x, t["weight"]) + delta).to(x.dtype)
+            return torch.autograd.grad(out, (x, a, b), t["d_out"])[0]
     if kind == "add_layernorm":
         total = F.linear(x, t["weight"], t["bias"]) + t["residual"]
         return F.layer_norm(total, (n,), t["gamma"], t["beta"], _EPS)
