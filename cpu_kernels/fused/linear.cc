@@ -253,6 +253,7 @@ class LinearRun {
       if (stream_) FinishStores();
       return;
     }
+    if (!args_.out.defined() && column > 0) return;  // the first part has kept all that is wanted
     PackInput(row, rows, memory);
     if (!factors_.empty()) MultiplyLowRank(row, rows, column == 0, memory);
     if (!args_.out.defined()) return;

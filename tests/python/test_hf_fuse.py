@@ -65,6 +65,21 @@ def qwen3_moe(head_dim: int = 16) -> nn.Module:
     )
 
 
+def qwen3() -> nn.Module:
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_key_value_heads=2, head_dim=16, **SMALL))
+
+
+@pytest.fixture
+def factors(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A of the adapter, or None, of each dense layer that the engine computes."""
+    found: list[object] = []
+    compute = moesaic._core.fused_linear
+    monkeypatch.setattr(
+        moesaic._core, "fused_linear", lambda *a, **k: found.append(k.get("lora_a")) or compute(*a, **k)
+    )
+    return found
+
+
 def inputs(model: nn.Module) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     if isinstance(model, ViTModel):
@@ -527,18 +542,12 @@ def test_copies_and_pickles_are_fused_models_of_their_own() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_adapters_in_the_engine(dropout: float, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_in_the_engine(dropout: float, autocast: bool, factors: list[object]) -> None:
     """In bf16 the engine computes what PEFT's adapters add, and their gradients; PyTorch where dropout is active."""
     peft = pytest.importorskip("peft")
     targets = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
     config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=targets, init_lora_weights=False)
-    decoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_key_value_heads=2, head_dim=16, **SMALL))
-    model = peft.get_peft_model(decoder.bfloat16(), config).train()
-    factors: list[object] = []
-    compute = moesaic._core.fused_linear
-    monkeypatch.setattr(
-        moesaic._core, "fused_linear", lambda *a, **k: factors.append(k.get("lora_a")) or compute(*a, **k)
-    )
+    model = peft.get_peft_model(qwen3().bfloat16(), config).train()
 
     def run(model: nn.Module, autocast: bool) -> dict[str, torch.Tensor]:
         model.zero_grad()
@@ -557,7 +566,8 @@ def test_adapters_in_the_engine(dropout: float, autocast: bool, monkeypatch: pyt
     assert fused.keys() == stock.keys() == exact.keys() and len(fused) == 1 + 2 * 2 * 7
     assert all(values.dtype == stock[name].dtype for name, values in fused.items())
     if not dropout:
-        # One gradient may come out closer by chance, but not all of them.
+        # One of 28 gradients may come out nearer by chance, but not all: over twelve models this mean was 0.95, under
+        # autocast 0.77.
         ratios = [error(fused[name], exact[name]) / error(stock[name], exact[name]) for name in exact]
         assert max(ratios) < 3 and torch.tensor(ratios).log().mean().exp() < 1.15
 
@@ -573,19 +583,13 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_adapters(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_adapters(kind: str, factors: list[object]) -> None:
     """What the engine does not know PEFT computes, beside layers that are fused."""
     peft = pytest.importorskip("peft")
     class_name, options, expected = KINDS[kind]
     targets = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-    decoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_key_value_heads=2, head_dim=16, **SMALL))
     config = getattr(peft, class_name)(target_modules=targets, **options)
-    model = peft.get_peft_model(decoder.bfloat16(), config).eval()
-    factors: list[object] = []
-    compute = moesaic._core.fused_linear
-    monkeypatch.setattr(
-        moesaic._core, "fused_linear", lambda *a, **k: factors.append(k.get("lora_a")) or compute(*a, **k)
-    )
+    model = peft.get_peft_model(qwen3().bfloat16(), config).eval()
     with torch.no_grad():
         exact, stock = output(copy.deepcopy(model).double()), output(model)
         assert moesaic.hf.fuse(model).replaced
@@ -600,8 +604,7 @@ def test_what_peft_does_to_its_layers(what: str) -> None:
     """Scales that are tensors, as before a hot swap under compile; a merge that samples of a weight do not show."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    decoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_key_value_heads=2, head_dim=16, **SMALL))
-    model = peft.get_peft_model(decoder.bfloat16(), config).eval()
+    model = peft.get_peft_model(qwen3().bfloat16(), config).eval()
     with torch.no_grad():
         if what == "tensor scales":
             for module in model.modules():
@@ -626,8 +629,7 @@ def test_a_hooked_projection_is_fused() -> None:
     """Hooks of the module run around its forward; those of a factor inside would be passed over."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    decoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_key_value_heads=2, head_dim=16, **SMALL))
-    model = peft.get_peft_model(decoder.bfloat16(), config).eval()
+    model = peft.get_peft_model(qwen3().bfloat16(), config).eval()
     moesaic.hf.fuse(model)
     seen: list[str] = []
     attention = model.base_model.model.model.layers[0].self_attn

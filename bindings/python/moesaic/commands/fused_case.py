@@ -170,14 +170,13 @@ class Inputs:
         if self.case.kind == "decoding":
             return _rows_of(functional.attention(*_cached(self.x, self.cache)))
         if self.case.kind == "adapter":
-            with torch.enable_grad():
-                leaf = self.x.detach().requires_grad_()
-                out = functional.gemm_bias(leaf, self.packed)
-                return torch.autograd.grad(out, (leaf, self.a, self.b), self.d_out)[0]
+            return self._adapter_gradients(self.case.rows)[0]
         return functional.silu_mul(self.x)
 
     def error(self) -> float:
         """Relative L2 of the first rows against double precision."""
+        if self.case.kind == "adapter":
+            return self._adapter_error()
         given = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         rows = self.case.sequence if self.case.kind in ("attention", "training") else _VERIFIED_ROWS
         for name in {"x", "residual", "d_out"} & given.keys():
@@ -185,6 +184,20 @@ class Inputs:
         expected = self._reference(**{name: value.double() for name, value in given.items()})
         got = self.engine()[:rows].double()
         return float((got - expected).norm() / expected.norm())
+
+    def _adapter_gradients(self, rows: int) -> tuple[torch.Tensor, ...]:
+        """Of so many rows: those of x and of both factors."""
+        with torch.enable_grad():
+            leaf = self.x[:rows].detach().requires_grad_()
+            out = functional.gemm_bias(leaf, self.packed)
+            return torch.autograd.grad(out, (leaf, self.a, self.b), self.d_out[:rows])
+
+    def _adapter_error(self) -> float:
+        """The largest of its gradients, of the first rows."""
+        x, d_out = self.x[:_VERIFIED_ROWS].double(), self.d_out[:_VERIFIED_ROWS].double()
+        exact = _peft_gradients(x, self.weight.double(), self.a.double(), self.b.double(), d_out)
+        got = self._adapter_gradients(_VERIFIED_ROWS)
+        return max(float((g.double() - e).norm() / e.norm()) for g, e in zip(got, exact, strict=True))
 
     def peak_bytes(self) -> int:
         """The input, and the most that the engine's call takes beside it."""
@@ -291,6 +304,17 @@ def _gradient(
     return gradient
 
 
+def _peft_gradients(
+    x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, d_out: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Those of x, a and b, of a layer with an adapter as PEFT computes it."""
+    with torch.enable_grad():
+        x, a, b = (tensor.detach().requires_grad_() for tensor in (x, a, b))
+        delta = F.linear(F.linear(x.to(a.dtype), a), b) * _SCALE
+        out = (F.linear(x, weight) + delta).to(x.dtype)
+        return torch.autograd.grad(out, (x, a, b), d_out)
+
+
 def _rows_of(heads: torch.Tensor) -> torch.Tensor:
     return heads.transpose(1, 2).reshape(-1, heads.shape[1] * heads.shape[3])
 
@@ -308,12 +332,8 @@ def _compute(kind: str, n: int, x: torch.Tensor, t: dict[str, torch.Tensor], tok
         )
     if kind == "decoding":
         return _rows_of(F.scaled_dot_product_attention(*_cached(x, t["cache"]), enable_gqa=True))
-    if kind == "adapter":  # as PEFT has it
-        with torch.enable_grad():
-            x, a, b = (tensor.detach().requires_grad_() for tensor in (x, t["a"], t["b"]))
-            delta = F.linear(F.linear(x.to(a.dtype), a), b) * _SCALE
-            out = (F.linear(x, t["weight"]) + delta).to(x.dtype)
-            return torch.autograd.grad(out, (x, a, b), t["d_out"])[0]
+    if kind == "adapter":
+        return _peft_gradients(x, t["weight"], t["a"], t["b"], t["d_out"])[0]
     if kind == "add_layernorm":
         total = F.linear(x, t["weight"], t["bias"]) + t["residual"]
         return F.layer_norm(total, (n,), t["gamma"], t["beta"], _EPS)

@@ -185,7 +185,8 @@ class Transformer:
         return operators
 
     def adapter(self, name: str, m: int, k: int, n: int, *, backward: bool) -> Operator:
-        """x A^T B^T beside a product, narrow products that memory limits; backward has its gradients besides."""
+        """x A^T B^T beside a product, narrow products that memory limits, as PyTorch computes them (fused ones take
+        less of it); backward has its gradients besides."""
         rank, times = self.lora_rank, 2 if backward else 1
         flops, count = 2.0 * m * rank * (k + n), _BF16 * float(m) * (k + 2 * n + 2 * rank) + _FP32 * rank * float(k + n)
         ms = max(flops / self._peak_gflops, count / self._memory_gbps) * 1e-6 + 2 * self.dispatch_ms
