@@ -11,6 +11,8 @@
 // A product is what an instruction set brings:
 //
 //   static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b);   // sum[l] + a[l] . b[l], where a dword is a pair of bf16
+//   using Left = BFloat16;  // as register_direct.h and register_unpack.h take rows of activations; or float, and then
+//   static F32x16 Widened(U32x16 pairs, int half);  // the first or the second numbers of pairs
 //
 // and what a host does fastest with weights from memory:
 //
@@ -324,7 +326,7 @@ void FewRowsDirect(const DirectGemmArgs& args) {
   if constexpr (Product::kTwelveInFours) {
     if (args.row_count >= 10 && args.row_count <= 12) return FewRowsDirectAs<SomeVectors<Product, 4, 12, 0>>(args);
   }
-  constexpr int kMost = Product::kMostInParts;
+  constexpr int kMost = (Product::kMostInParts + 7) / 8 * 8;  // whole vectors of eight
   const std::int64_t rest = args.row_count % 8;
   if (rest == 1) return FewRowsDirectAs<SomeVectors<Product, 8, kMost, 1>>(args);
   if (rest == 2) return FewRowsDirectAs<SomeVectors<Product, 8, kMost, 2>>(args);

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <type_traits>
 
 #include "cpu_kernels/gemm/direct_gemm.h"
 #include "cpu_kernels/gemm/register_unpack.h"
@@ -60,6 +61,14 @@ struct RunAhead {
 template <class Product, int kPanels, int kRows>
 [[gnu::noinline]] void MultiplyTransposed(const TransposedSlice& slice, RunAhead ahead, std::int64_t row, float* sums,
                                           bool accumulate) {
+  constexpr bool kWidens = std::is_same_v<typename Product::Left, float>;
+  constexpr std::int64_t kPitch = TransposedSlice::kMostTiles * kTileColumns;
+  [[maybe_unused]] alignas(64) float widened[kWidens ? kRows * kPitch : 1];
+  if constexpr (kWidens) {
+    for (int n = 0; n < slice.tiles; ++n) {
+      WidenRows<kTileColumns>(slice.left[n] + row * kTileColumns, kRows, widened + n * kTileColumns, kPitch);
+    }
+  }
   sums += row * TransposedSlice::kLine;
   F32x16 sum[kRows][kPanels] = {};
   if (accumulate) LoadSums(sums, TransposedSlice::kLine, sum);
@@ -75,13 +84,17 @@ template <class Product, int kPanels, int kRows>
       }
       U32x16 right[kPanels];
       std::memcpy(right, line, sizeof(right));
+      if constexpr (kWidens) {
+        MultiplyPairs<Product, kPitch>(widened + n * kTileColumns + 2 * p, right, sum);
+      } else {
 #pragma GCC unroll 12
-      for (int t = 0; t < kRows; ++t) {
-        std::uint32_t pair;
-        std::memcpy(&pair, left + t * kTileColumns, sizeof(pair));
-        const U32x16 pairs = U32x16{} + pair;
+        for (int t = 0; t < kRows; ++t) {
+          std::uint32_t pair;
+          std::memcpy(&pair, left + t * kTileColumns, sizeof(pair));
+          const U32x16 pairs = U32x16{} + pair;
 #pragma GCC unroll 2
-        for (int v = 0; v < kPanels; ++v) sum[t][v] = Product::Add(sum[t][v], pairs, right[v]);
+          for (int v = 0; v < kPanels; ++v) sum[t][v] = Product::Add(sum[t][v], pairs, right[v]);
+        }
       }
     }
   }

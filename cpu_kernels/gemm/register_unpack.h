@@ -2,6 +2,8 @@
 // tiles are interleaved there, in front of every use, and nothing is laid out in memory. Up to 12 rows of activations are
 // multiplied with a tile column or, where they are few, with one tile after the other as they lie, which the hardware fetches
 // ahead; sums go to C and back for each then. Work grows with the rows that count, and the order of summation is a cell's.
+// Where there is no bf16 product the rows are widened before, once for the columns of a block, and the weights beside the
+// products.
 //
 // Weights are taken superblock by superblock, or two below each other, down 8 tile columns at a time: so they come from memory
 // in runs of 64 KB, the next ones while these are multiplied, and the sums of those columns wait in C meanwhile.
@@ -9,6 +11,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cpu_kernels/gemm/cell.h"
 #include "cpu_kernels/gemm/few_rows.h"
@@ -35,12 +38,24 @@ MOESAIC_INLINE void InterleaveRows(const BFloat16* rows, U32x16& low, U32x16& hi
 /// Rows whose sums, of one tile column, fit the registers.
 inline constexpr int kRowsInRegisters = 12;
 
+/// kColumns numbers of some rows of a tile, in fp32.
+template <std::int64_t kColumns>
+MOESAIC_INLINE void WidenRows(const BFloat16* from, std::int64_t rows, float* to, std::int64_t pitch) {
+  for (std::int64_t t = 0; t < rows; ++t, from += kTileColumns, to += pitch) {
+    for (std::int64_t j = 0; j < kColumns; j += 16) StoreF32(to + j, LoadBf16(from + j));
+  }
+}
+
+/// Floats from one widened row of activations to the next: two superblocks of the contraction.
+inline constexpr std::int64_t kWidenedPitch = 2 * kSuperblock * kPanelRows;
+
 /// Up to two superblocks of stored tiles down a column, and the activations that meet them.
+template <class Left>
 struct RegisterRun {
   const BFloat16* tiles;
   const BFloat16* tiles_below;  ///< in the second superblock, if there is one
   std::int64_t stride, length;
-  const BFloat16* left;
+  const Left* left;             ///< tiles, or rows that are widened
   std::int64_t left_stride;     ///< from one pair of tiles to the next
   const BFloat16* ahead;        ///< lines to be prefetched beside the first tile
   const BFloat16* ahead_below;  ///< beside the first one of the second superblock
@@ -50,7 +65,9 @@ struct RegisterRun {
   BFloat16* const* rows;  ///< with the last tiles: where the sums go, rounded, from element `out` on (UnpackGemmArgs); or null
   std::int64_t out;
 
-  std::int64_t LeftStep(std::int64_t n) const { return n % 2 == 0 ? kPanelRows : left_stride - kPanelRows; }
+  std::int64_t LeftStep(std::int64_t n) const {
+    return std::is_same_v<Left, float> || n % 2 == 0 ? kPanelRows : left_stride - kPanelRows;
+  }
 };
 
 template <int kRows, int kVectors>
@@ -72,8 +89,8 @@ MOESAIC_INLINE void StoreSums(const F32x16 (&sum)[kRows][kVectors], float* c, st
 }
 
 /// The sums of tile column `j` of a run: to C or, with the last tiles, to the rows of the result.
-template <int kRows>
-MOESAIC_INLINE void KeepSums(const F32x16 (&sum)[kRows][2], const RegisterRun& run, bool last, int j, float* c,
+template <int kRows, class Left>
+MOESAIC_INLINE void KeepSums(const F32x16 (&sum)[kRows][2], const RegisterRun<Left>& run, bool last, int j, float* c,
                              std::int64_t ldc) {
   if (run.rows == nullptr || !last) return StoreSums(sum, c + j * kTileColumns, ldc);
 #pragma GCC unroll 12
@@ -101,13 +118,44 @@ MOESAIC_INLINE void MultiplyTile(const BFloat16* tile, const BFloat16* left, F32
   }
 }
 
+/// Adds the products of kRows rows, widened and kPitch floats apart, with vectors of pairs, which are widened here.
+template <class Product, std::int64_t kPitch, int kRows, int kVectors>
+MOESAIC_INLINE void MultiplyPairs(const float* left, const U32x16 (&right)[kVectors], F32x16 (&sum)[kRows][kVectors]) {
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    F32x16 wide[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) wide[v] = Product::Widened(right[v], half);
+#pragma GCC unroll 12
+    for (int t = 0; t < kRows; ++t) {
+      const float number = left[t * kPitch + half];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sum[t][v] += number * wide[v];
+    }
+  }
+}
+
+/// The same of rows that are widened, [kRows][kWidenedPitch].
+template <class Product, int kRows, class Beside>
+MOESAIC_INLINE void MultiplyTile(const BFloat16* tile, const float* left, F32x16 (&sum)[kRows][2], Beside&& beside) {
+#pragma GCC unroll 1
+  for (int p = 0; p < 8; ++p, left += 2) {
+    beside(p);
+    U32x16 right[2];
+    InterleaveRows(tile + 64 * p, right[0], right[1]);
+    MultiplyPairs<Product, kWidenedPitch>(left, right, sum);
+  }
+}
+
 /// C of one tile column (+)= the products of kRows rows with a run. Not inlined, so that the loops have all registers for
 /// themselves.
 template <class Product, int kRows>
-[[gnu::noinline]] void MultiplyColumn(const RegisterRun& run, float* c, std::int64_t ldc, bool accumulate) {
+[[gnu::noinline]] void MultiplyColumn(const RegisterRun<typename Product::Left>& run, float* c, std::int64_t ldc,
+                                      bool accumulate) {
   F32x16 sum[kRows][2] = {};
   if (accumulate) LoadSums(c, ldc, sum);
-  const BFloat16 *tile = run.tiles, *left = run.left, *ahead = run.ahead;
+  const typename Product::Left* left = run.left;
+  const BFloat16 *tile = run.tiles, *ahead = run.ahead;
   for (std::int64_t n = 0; n < run.length; ++n, tile += run.stride, ahead += run.ahead_stride) {
     if (n == kSuperblock) {
       tile = run.tiles_below;
@@ -125,10 +173,11 @@ template <class Product, int kRows>
 
 /// The same of several columns, whose tiles lie side by side: tile after tile as they lie, and so are those ahead.
 template <class Product, int kRows>
-[[gnu::noinline]] void MultiplyInOrder(const RegisterRun& run, int columns, float* c, std::int64_t ldc, bool accumulate) {
+[[gnu::noinline]] void MultiplyInOrder(const RegisterRun<typename Product::Left>& run, int columns, float* c, std::int64_t ldc,
+                                       bool accumulate) {
   constexpr int kEvery = kRows <= kRowsFetchedAhead ? Product::kLinesFetchedAhead : 1;
   static_assert(kEvery == 1 || kEvery == 4);
-  const BFloat16* left = run.left;
+  const typename Product::Left* left = run.left;
   for (std::int64_t n = 0; n < run.length; ++n, accumulate = true) {
     const BFloat16 *tile = run.tiles + n * run.stride, *ahead = run.ahead + n * run.ahead_stride;
     for (int j = 0; j < columns; ++j, tile += kTileElements, ahead += kTileElements) {
@@ -150,7 +199,8 @@ template <class Product, int kRows>
 
 /// At most kRows rows.
 template <class Product, int kRows = kRowsInRegisters>
-void MultiplyColumn(std::int64_t rows, const RegisterRun& run, float* c, std::int64_t ldc, bool accumulate) {
+void MultiplyColumn(std::int64_t rows, const RegisterRun<typename Product::Left>& run, float* c, std::int64_t ldc,
+                    bool accumulate) {
   if constexpr (kRows > 1) {
     if (rows < kRows) return MultiplyColumn<Product, kRows - 1>(rows, run, c, ldc, accumulate);
   }
@@ -158,7 +208,8 @@ void MultiplyColumn(std::int64_t rows, const RegisterRun& run, float* c, std::in
 }
 
 template <class Product, int kRows = Product::kRowsInOrder>
-void MultiplyInOrder(std::int64_t rows, const RegisterRun& run, int columns, float* c, std::int64_t ldc, bool accumulate) {
+void MultiplyInOrder(std::int64_t rows, const RegisterRun<typename Product::Left>& run, int columns, float* c, std::int64_t ldc,
+                     bool accumulate) {
   if constexpr (kRows > 1) {
     if (rows < kRows) return MultiplyInOrder<Product, kRows - 1>(rows, run, columns, c, ldc, accumulate);
   }
@@ -170,6 +221,51 @@ struct RegisterBlock {
   const GemmSegment* segment;
   std::int64_t panel, length, column;
   int columns;
+};
+
+/// Rows of activations as a block's products take them: bf16 where they lie,
+template <class Left>
+class LeftRows {
+ public:
+  static constexpr std::int64_t kPitch = kTileColumns;
+
+  LeftRows(const TileMatrix& activations, std::int64_t first_panel, const RegisterBlock& block)
+      : rows_(activations.Tile(first_panel, block.panel / 2)) {}
+
+  /// Rows that are taken at a time, at most.
+  std::int64_t Most(std::int64_t rows) const { return rows; }
+  const BFloat16* From(std::int64_t row, std::int64_t) const { return rows_ + row * kTileColumns; }
+
+ private:
+  const BFloat16* rows_;
+};
+
+/// or widened, once for all columns of the block.
+template <>
+class LeftRows<float> {
+ public:
+  static constexpr std::int64_t kPitch = kWidenedPitch;
+
+  LeftRows(const TileMatrix& activations, std::int64_t first_panel, const RegisterBlock& block)
+      : tile_(activations.Tile(first_panel, block.panel / 2)),
+        stride_(activations.column_stride * kTileElements),
+        length_(block.length) {}
+
+  std::int64_t Most(std::int64_t) const { return kMost; }
+  const float* From(std::int64_t row, std::int64_t count) {
+    for (std::int64_t n = 0; n < length_; ++n) {
+      WidenRows<kPanelRows>(tile_ + n / 2 * stride_ + n % 2 * kPanelRows + row * kTileColumns, count, rows_ + n * kPanelRows,
+                            kPitch);
+    }
+    return rows_;
+  }
+
+ private:
+  static constexpr std::int64_t kMost = 8 * kRowsInRegisters;
+
+  const BFloat16* tile_;
+  std::int64_t stride_, length_;
+  alignas(64) float rows_[kMost * kPitch];
 };
 
 /// Whether a segment is worth prefetching, not an adapter's few panels.
@@ -207,10 +303,9 @@ template <class Product>
 void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const SuperblocksAhead& ahead, std::int64_t first,
                    std::int64_t rows, float* c, std::int64_t ldc, bool accumulate, BFloat16* const* out) {
   const TileMatrix &weights = block.segment->weights, &x = block.segment->activations;
-  const BFloat16* left = x.Tile(args.first_panel, block.panel / 2) + first * kTileColumns;
   alignas(64) BFloat16 decoded[2 * kSuperblock * kTileElements];
-  RegisterRun run{};
-  run.rows = out;
+  LeftRows<typename Product::Left> left_rows(x, args.first_panel, block);
+  RegisterRun<typename Product::Left> run{};
   run.out = block.column * kTileColumns;
   run.tiles = decoded;
   run.tiles_below = decoded + kSuperblock * kTileElements;
@@ -221,7 +316,6 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
     run.stride = tiles.stride;
   }
   run.length = block.length;
-  run.left = left;
   run.left_stride = x.column_stride * kTileElements;
   run.ahead = ahead.first.data;
   run.ahead_below = ahead.second.data;
@@ -231,39 +325,49 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
       run.ahead = run.tiles;
       run.ahead_stride = run.stride;
     }
+    run.left = left_rows.From(first, rows);
+    run.rows = out;
     return MultiplyInOrder<Product>(rows, run, block.columns, c, ldc, accumulate);
   }
-  const std::int64_t groups = CeilDiv(rows, kRowsInRegisters);
   // Whole superblocks follow: 64 KB in their order. Else tile by tile, as far as this block has tiles beside them.
   const bool in_order = rows > Product::kRowsInSuperblock && ahead.first.stride == block.columns * kTileElements;
-  for (int j = 0; j < block.columns; ++j, run.out += kTileColumns) {
-    if (weights.codec != nullptr) {
-      for (std::int64_t p = 0; p < block.length; ++p) {
-        weights.codec->decode(weights, block.panel + p, block.column + j, 1, decoded + p * kTileElements);
-      }
-    } else {
-      run.tiles = weights.Tile(block.panel, block.column + j);
-      if (block.length > kSuperblock) run.tiles_below = weights.Tile(block.panel + kSuperblock, block.column + j);
-    }
-    for (std::int64_t g = 0, row = 0, end; g < groups; ++g, row = end) {
-      end = (g + 1) * rows / groups;
-      run.left = left + row * kTileColumns;
-      if (out != nullptr) run.rows = out + row;
-      if (ahead.first.data != nullptr) {
-        const std::int64_t line = g * kPanelRows / groups;
-        run.lines = (g + 1) * kPanelRows / groups - line;
-        if (in_order) {
-          run.ahead_stride = run.lines * kTileColumns;
-        } else {
-          run.ahead = ahead.first.data + j * kTileElements + line * kTileColumns;
-          run.ahead_below = ahead.second.data + j * kTileElements + line * kTileColumns;
+  const std::int64_t parts = CeilDiv(rows, left_rows.Most(rows));
+  for (std::int64_t part = 0, begin = 0, part_end; part < parts; ++part, begin = part_end) {
+    part_end = (part + 1) * rows / parts;
+    const std::int64_t count = part_end - begin, groups = CeilDiv(count, kRowsInRegisters);
+    const typename Product::Left* const left = left_rows.From(first + begin, count);
+    const bool fetches = part == 0 && ahead.first.data != nullptr;
+    run.lines = 0;
+    for (int j = 0; j < block.columns; ++j) {
+      run.out = (block.column + j) * kTileColumns;
+      if (weights.codec != nullptr) {
+        for (std::int64_t p = 0; p < block.length; ++p) {
+          weights.codec->decode(weights, block.panel + p, block.column + j, 1, decoded + p * kTileElements);
         }
+      } else {
+        run.tiles = weights.Tile(block.panel, block.column + j);
+        if (block.length > kSuperblock) run.tiles_below = weights.Tile(block.panel + kSuperblock, block.column + j);
       }
-      MultiplyColumn<Product>(end - row, run, c + row * ldc + j * kTileColumns, ldc, accumulate);
-      if (in_order) {
-        const std::int64_t of_superblock = run.lines * Least(block.length, kSuperblock) * kTileColumns;
-        run.ahead += of_superblock;
-        run.ahead_below += of_superblock;
+      for (std::int64_t g = 0, row = 0, end; g < groups; ++g, row = end) {
+        end = (g + 1) * count / groups;
+        run.left = left + row * left_rows.kPitch;
+        if (out != nullptr) run.rows = out + begin + row;
+        if (fetches) {
+          const std::int64_t line = g * kPanelRows / groups;
+          run.lines = (g + 1) * kPanelRows / groups - line;
+          if (in_order) {
+            run.ahead_stride = run.lines * kTileColumns;
+          } else {
+            run.ahead = ahead.first.data + j * kTileElements + line * kTileColumns;
+            run.ahead_below = ahead.second.data + j * kTileElements + line * kTileColumns;
+          }
+        }
+        MultiplyColumn<Product>(end - row, run, c + (begin + row) * ldc + j * kTileColumns, ldc, accumulate);
+        if (fetches && in_order) {
+          const std::int64_t of_superblock = run.lines * Least(block.length, kSuperblock) * kTileColumns;
+          run.ahead += of_superblock;
+          run.ahead_below += of_superblock;
+        }
       }
     }
   }
