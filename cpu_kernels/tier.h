@@ -43,9 +43,7 @@ void Direct(const DirectGemmArgs& args) {
       one.prefetch = args.prefetch;
       return Direct<Cell>(one);
     }
-    if constexpr (Product::kMostStored > Product::kMostInParts) {
-      if (args.row_count > Product::kMostInParts) return DirectInRegisters<Product>(args);
-    }
+    if (args.row_count > Product::kMostInParts) return DirectInRegisters<Product>(args);
     if (args.row_count > 0) return FewRowsDirect<Product>(args);
   }
   DirectGemm<Cell>(args);

@@ -1,6 +1,7 @@
 // The direct form (kernels.h, DirectGemmArgs) of stored activations on tiers whose product takes its factors from registers:
 // two panels of the weights are transposed for a superblock of the contraction, into L1, and meet all rows of activations from
-// there, up to 12 rows at a time. Work grows with the rows that count, and the order of summation is a cell's.
+// there, up to 12 rows at a time. Work grows with the rows that count, and the order of summation is a cell's. Where there is
+// no bf16 product these rows are widened before, and the weights beside the products.
 //
 // (Two Zen 5 cores, weights from memory, 2,048 x 1,536, GFLOP/s beside parts of lines (few_rows.h) and cells: 42 rows 882 and
 // 784, 66 rows 912 and 747, 250 rows 976 and 930; of a few whole panels cells are faster, 96 rows 943 and 962. Transposed by
