@@ -38,9 +38,9 @@ struct VectorOf<16> {
 
 /// Figures: GB/s of Intel hosts.
 struct WidenProduct {
-  /// One core of a 5th generation Xeon, of the ceiling, weights from memory, 10, 12, 14, 16 rows in parts 0.50, 0.58, 0.52,
-  /// 0.57; of transposed weights 0.44, 0.46, 0.62, 0.66. From caches 17, 33, 60, 100 rows in parts or by cells 0.54, 0.56,
-  /// 0.60, 0.71; of transposed weights 0.66, 0.73, 0.77, 0.79.
+  /// One core of a 5th generation Xeon, 768 x 2,048 from memory, 10, 12, 13, 16, 20 rows in parts 338, 344, 450, 450, 576 us;
+  /// of transposed weights 395, 437, 367, 409, 487. From caches, of the ceiling, 17, 33, 60, 100 rows in parts or by cells
+  /// 0.54, 0.55, 0.59, 0.71; of transposed weights 0.66, 0.73, 0.76, 0.77.
   static constexpr std::int64_t kMostInParts = 12, kMostStored = kMostStoredRows;
   /// 16 threads, 10, 11, 12 rows 63, 64, 64; as 8 and a rest 55, 49, 44.
   static constexpr bool kTwelveInFours = true;
@@ -52,7 +52,7 @@ struct WidenProduct {
   static constexpr int kUnpackFetchedTo = 2;
   /// 9, 12 rows, memory of 100 to 130, 68, 60; column by column 60, 55.
   static constexpr int kRowsInOrder = 12, kRowsInSuperblock = 12;
-  /// Widened once for all that they meet. (The same core, unpack form, 8, 16, 256 rows 0.54, 0.55, 0.57; widened 0.73, 0.77,
+  /// Widened once for all that they meet. (The same core, unpack form, 8, 16, 256 rows 0.54, 0.55, 0.56; widened 0.71, 0.75,
   /// 0.79.)
   using Left = float;
   /// The first or the second numbers of pairs.
