@@ -253,7 +253,8 @@ struct LowRankRows {
 ///   expand_across_experts    out[i][first_feature + f] = sum over j of L[i][j] P(f, j)
 ///   contract_across_experts  sums[i][j] += sum over f of rows[i][first_feature + f] P(f, j)
 ///                            gradient(f, j) = sum over i of rows[i][first_feature + f] L[i][j]; zeros where count is 0
-/// Sums of ranks that no piece has are left as they are.
+/// Sums of ranks that no piece has are left as they are. Features are contracted in pairs: ranges that add up to the same bits
+/// as the whole begin at even ones.
 struct AcrossExpertsArgs {
   std::span<const LowRankPiece> pieces;  ///< at least one, each of at least one rank
   std::span<const LowRankRows> experts;  ///< parameters side by side, at most 1,024; sums: of each with rows, or of none
@@ -268,7 +269,7 @@ struct AcrossExpertsArgs {
 inline constexpr std::int64_t kLowRankSide = 16, kLowRankBlockPitch = kLowRankSide * (kLowRankSide + 1);
 
 /// Elements of AcrossExpertsArgs::scratch for so many experts, ranks and pieces: a block for each expert and sixteen ranks of a
-/// piece, or for sixteen experts all ranks of 32 features.
+/// piece, or for sixteen experts all pairs of ranks, as many as ranks at most, of 32 features.
 MOESAIC_INLINE std::int64_t AcrossExpertsScratch(std::int64_t experts, std::int64_t ranks, std::int64_t pieces) {
   return RoundUp(experts, kLowRankSide) * ((ranks + (kLowRankSide - 1) * pieces) / kLowRankSide) * kLowRankBlockPitch +
          kLowRankSide * (2 * kLowRankSide * ranks + kLowRankSide);

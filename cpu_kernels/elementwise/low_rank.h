@@ -26,19 +26,19 @@ MOESAIC_INLINE void InRuns(std::int64_t count, Function f, std::int64_t first = 
   if constexpr (kMost > 1) InRuns<kMost / 2>(count, f, first);
 }
 
+/// f.operator()<n>(first) for the n that are left, from 1 to kRest, if any are.
+template <int kRest, typename Function>
+MOESAIC_INLINE void InOneRun(std::int64_t count, Function f, std::int64_t first) {
+  if (count - first == kRest) return f.template operator()<kRest>(first);
+  if constexpr (kRest > 1) InOneRun<kRest - 1>(count, f, first);
+}
 /// f.operator()<n>(first) for n = kMost at a time, and once for what is left: seven rows read parameters once, as eight do, and
 /// not as often as 4, 2 and 1.
 template <int kMost, typename Function>
 MOESAIC_INLINE void InFewestRuns(std::int64_t count, Function f) {
   std::int64_t first = 0;
   for (; first + kMost <= count; first += kMost) f.template operator()<kMost>(first);
-  const auto rest = [&]<int kRest>(auto self) MOESAIC_INLINE_LAMBDA {
-    if constexpr (kRest > 0) {
-      if (count - first == kRest) return f.template operator()<kRest>(first);
-      self.template operator()<kRest - 1>(self);
-    }
-  };
-  rest.template operator()<kMost - 1>(rest);
+  InOneRun<kMost - 1>(count, f, first);
 }
 
 /// f.operator()<vectors, part>(first, n) for two vectors of features at a time, then for one, and for the part of one that is
@@ -54,30 +54,30 @@ MOESAIC_INLINE void InVectors(std::int64_t features, Function f) {
   if (first < features) f.template operator()<1, true>(first, features - first);
 }
 
-/// Operands: as many features as one instruction multiplies and adds up.
+/// Numbers that one instruction multiplies with as many others and adds up, in pairs where it can.
 #if defined(__AVX512BF16__)
-using Features = U16x32;
-inline constexpr std::int64_t kFeatures = 32;
+using Factors = U16x32;
+inline constexpr std::int64_t kFactors = 32;
 template <bool kPart>
-MOESAIC_INLINE Features LoadFeatures(const float* p, std::int64_t n) {
+MOESAIC_INLINE Factors LoadFactors(const float* p, std::int64_t n) {
   return NarrowBoth(Load<kPart>(p, n), Load<kPart>(p + kNativeLanes, n - kNativeLanes));
 }
 template <bool kPart>
-MOESAIC_INLINE Features LoadFeatures(const BFloat16* p, std::int64_t n) {
-  if constexpr (kPart) return (Features)_mm512_maskz_loadu_epi16((1u << n) - 1, p);
-  return (Features)_mm512_loadu_si512(p);
+MOESAIC_INLINE Factors LoadFactors(const BFloat16* p, std::int64_t n) {
+  if constexpr (kPart) return (Factors)_mm512_maskz_loadu_epi16((1u << n) - 1, p);
+  return (Factors)_mm512_loadu_si512(p);
 }
-MOESAIC_INLINE NativeF32 AddProducts(NativeF32 sum, Features a, Features b) {
+MOESAIC_INLINE NativeF32 AddProducts(NativeF32 sum, Factors a, Factors b) {
   return (NativeF32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
 #else
-using Features = NativeF32;
-inline constexpr std::int64_t kFeatures = kNativeLanes;
+using Factors = NativeF32;
+inline constexpr std::int64_t kFactors = kNativeLanes;
 template <bool kPart, typename T>
-MOESAIC_INLINE Features LoadFeatures(const T* p, std::int64_t n) {
+MOESAIC_INLINE Factors LoadFactors(const T* p, std::int64_t n) {
   return LoadOperand<kPart>(p, n);
 }
-MOESAIC_INLINE NativeF32 AddProducts(NativeF32 sum, Features a, Features b) { return MultiplyAdd(a, b, sum); }
+MOESAIC_INLINE NativeF32 AddProducts(NativeF32 sum, Factors a, Factors b) { return MultiplyAdd(a, b, sum); }
 #endif
 
 /// sums[row][rank] = sum over f of rows[row][f] * P(rank, f)
@@ -89,23 +89,23 @@ inline void ContractTile(const AlongFeaturesArgs& args, const LowRankPiece& piec
   const T* rows[kRows];
   for (int i = 0; i < kRows; ++i) rows[i] = static_cast<const T*>(args.expert.rows[row + i]);
   const auto add = [&]<bool kPart>(std::int64_t f, std::int64_t n) MOESAIC_INLINE_LAMBDA {
-    Features factor[kRanks];
+    Factors factor[kRanks];
 #pragma GCC unroll 4
     for (int j = 0; j < kRanks; ++j) {
-      factor[j] = LoadFeatures<kPart>(parameter + j * piece.rank_stride + f, n);
-      for (std::int64_t line = 0; line < kFeatures; line += kNativeLanes) {
+      factor[j] = LoadFactors<kPart>(parameter + j * piece.rank_stride + f, n);
+      for (std::int64_t line = 0; line < kFactors; line += kNativeLanes) {
         __builtin_prefetch(next + j * piece.rank_stride + f + line, 0, 2);
       }
     }
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) {
-      const Features value = LoadFeatures<kPart>(rows[i] + f, n);
+      const Factors value = LoadFactors<kPart>(rows[i] + f, n);
 #pragma GCC unroll 4
       for (int j = 0; j < kRanks; ++j) sum[i][j] = AddProducts(sum[i][j], value, factor[j]);
     }
   };
   std::int64_t f = 0;
-  for (; f + kFeatures <= args.features; f += kFeatures) add.template operator()<false>(f, kFeatures);
+  for (; f + kFactors <= args.features; f += kFactors) add.template operator()<false>(f, kFactors);
   if (f < args.features) add.template operator()<true>(f, args.features - f);
   for (int i = 0; i < kRows; ++i) {
     for (int j = 0; j < kRanks; ++j) {
@@ -146,16 +146,18 @@ struct AlongFeatures {
   }
 };
 
-/// The same transposed: pairs of ranks, `pitch` features of each.
+/// Features that are expanded across experts at a time.
+inline constexpr std::int64_t kSpan = 2 * kLowRankSide;
+
+/// The same transposed: pairs of ranks, kSpan features of each.
 struct PairsOfRanks {
   static constexpr bool kPaired = true;
   static constexpr bool kReadSoon = false;
   const std::uint32_t* pairs;
-  std::int64_t pitch;
 
   MOESAIC_INLINE NativePairs At(std::int64_t pair, std::int64_t f) const {
     NativePairs both;
-    std::memcpy(&both, pairs + pair * pitch + f, sizeof(both));
+    std::memcpy(&both, pairs + pair * kSpan + f, sizeof(both));
     return both;
   }
   /// The last one, of an odd number.
@@ -175,8 +177,8 @@ struct Expansion {
   Parameters parameters;
 };
 
-/// A part of a row of the result. Rows for other threads, and all of bf16, go past the caches where they fill lines: each line
-/// would be read from memory first. (Zen 4, of the time: 0.66 of fp32, 0.74 of bf16, eight rows of each expert.)
+/// A part of a row of the result. fp32 rows for other threads go past the caches where the machine can, and with AVX-512 lines
+/// of bf16, for each line would be read from memory first. (Zen 4, eight rows of each expert, of the time: 0.66 and 0.74.)
 template <bool kReadSoon, bool kPart, typename T, int kVectors>
 MOESAIC_INLINE void StoreRow(T* to, std::int64_t n, const NativeF32 (&values)[kVectors]) {
   if constexpr (std::is_same_v<T, float> && !kReadSoon && !kPart) {
@@ -235,8 +237,12 @@ inline void ExpandTile(const Expansion<Parameters>& by, const LowRankRows& exper
 template <typename T, typename Parameters>
 inline void ExpandRows(const Expansion<Parameters>& by, const LowRankRows& expert) {
   InVectors(by.features, [&]<int kVectors, bool kPart>(std::int64_t f, std::int64_t n) {
-    InFewestRuns<kTallTile>(expert.count,
-                            [&]<int kRows>(std::int64_t row) { ExpandTile<T, kRows, kVectors, kPart>(by, expert, row, f, n); });
+    const auto tile = [&]<int kRows>(std::int64_t row) { ExpandTile<T, kRows, kVectors, kPart>(by, expert, row, f, n); };
+    if constexpr (kPart) {
+      InRuns<kTallTile>(expert.count, tile);  // an edge: not worth as many functions
+    } else {
+      InFewestRuns<kTallTile>(expert.count, tile);
+    }
   });
 }
 
@@ -332,7 +338,8 @@ MOESAIC_INLINE void TransposePairsInto(const float* first, const float* second, 
   Transpose16x16(reinterpret_cast<const float*>(pairs), kSide, reinterpret_cast<float*>(out), out_pitch);
 }
 
-/// What a transposition takes, in rows of 32 features that sixteen ranks expand to.
+/// What a transposition takes, in rows that sixteen ranks expand to. (With 64 ranks it counts for too little, which costs
+/// nothing.)
 inline constexpr std::int64_t kTransposition = 4;
 
 /// A bit for each group of sixteen experts: one of them has rows.
@@ -349,7 +356,7 @@ MOESAIC_INLINE bool Has(std::uint64_t groups, std::int64_t expert) { return (gro
 /// from each other, and would wait for every one. The first features are read; the next are asked for while these are computed
 /// with, a few lines at a time, for many prefetches at once get lost. (Zen 4, one core, ns for a kilobyte of parameters: 92 by
 /// transpositions alone, 52 after reading, 41 beside prefetches, and 83 after as many of these at once; 32 is what reading
-/// alone takes. Not beside stores past the caches: up to 11% slower.)
+/// alone takes; all before pairs. Beside the stores of gradients, too, up to 11% slower.)
 class FeatureLines {
  public:
   FeatureLines(const AcrossExpertsArgs& args, std::uint64_t groups, std::int64_t first, std::int64_t end)
@@ -372,9 +379,9 @@ class FeatureLines {
       OfRank([](const float* line) { __builtin_prefetch(line, 0, 2); });
     }
   }
-  /// At least so many, until there are no more.
-  MOESAIC_INLINE void Ask(std::int64_t count) {
-    for (std::int64_t lines = 0; lines < count && feature_ < end_;) {
+  /// As many as a transposition takes or some more, until there are no more.
+  MOESAIC_INLINE void Ask() {
+    for (std::int64_t lines = 0; lines < kSide && feature_ < end_;) {
       OfRank([&lines](const float* line) {
         __builtin_prefetch(line, 0, 2);
         ++lines;
@@ -407,7 +414,6 @@ class FeatureLines {
 template <typename T>
 inline void ExpandAcross(const AcrossExpertsArgs& args) {
   const auto experts = static_cast<std::int64_t>(args.experts.size());
-  constexpr std::int64_t kSpan = 2 * kSide;
   std::int64_t pairs = 0;
   for (const LowRankPiece& piece : args.pieces) pairs += CeilDiv(piece.ranks, 2);
   const std::int64_t pitch = pairs * kSpan + kSide;
@@ -436,7 +442,7 @@ inline void ExpandAcross(const AcrossExpertsArgs& args) {
       const std::uint32_t* expanded = scratch;
       for (std::int64_t i = 0; i < width; ++i, expanded += pitch) {
         next.AskFor(args.experts[x + i].count, work);
-        ExpandRows<T>(Expansion<PairsOfRanks>{args.pieces, args.ranks, args.first_feature + f, n, {expanded, kSpan}},
+        ExpandRows<T>(Expansion<PairsOfRanks>{args.pieces, args.ranks, args.first_feature + f, n, {expanded}},
                       args.experts[x + i]);
       }
     }
@@ -522,11 +528,11 @@ MOESAIC_INLINE void AddSums(const RowsBlock& rows, std::int64_t row, const std::
   for (int i = 0; i < kRows; ++i) sum[i] = Ranks::From(sums + i * pitch, ranks);
 #if defined(__AVX512BF16__)
   for (std::int64_t f = 0; f < n; f += 2, pairs += kSide) {
-    Features parameters;
+    Factors parameters;
     std::memcpy(&parameters, pairs, sizeof(parameters));
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      const auto values = (Features)_mm512_set1_epi32(static_cast<int>(rows.pairs[row + i][f / 2]));
+      const auto values = (Factors)_mm512_set1_epi32(static_cast<int>(rows.pairs[row + i][f / 2]));
       sum[i].v[0] = AddProducts(sum[i].v[0], values, parameters);
     }
   }
@@ -542,7 +548,7 @@ MOESAIC_INLINE void AddSums(const RowsBlock& rows, std::int64_t row, const std::
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       sum[i].Add(rows.values[row + i][f], first);
-      if (f + 1 < n) sum[i].Add(rows.values[row + i][f + 1], second);
+      sum[i].Add(rows.values[row + i][f + 1], second);  // zeros, both, behind the last one
     }
   }
 #endif
@@ -597,7 +603,7 @@ inline void ContractAcross(const AcrossExpertsArgs& args) {
         alignas(64) RowsBlock rows;
         LoadRows<T>(expert, args.first_feature + first, n, rows);
         InBlocksOfRanks(args, [&](const LowRankPiece& piece, std::int64_t rank, std::int64_t ranks, float* blocks) {
-          next.Ask(kSide);
+          next.Ask();
           float* block = blocks + (x + i) * kBlockPitch;
           const std::int64_t column = piece.first_rank + rank;
           if (expert.sums != nullptr) {

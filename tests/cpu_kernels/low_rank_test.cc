@@ -105,22 +105,31 @@ struct OnLine {
   bool operator==(const OnLine&) const = default;
 };
 
-/// Rows of small integers as fp32 or bf16, exactly as long as they are.
+/// Rows of small integers as fp32 or bf16, exactly as long as they are; all begin with a cache line, or as far behind one.
 struct Rows {
   DType dtype;
-  std::int64_t columns;
+  std::int64_t columns, behind_line;
   std::vector<std::vector<float, OnLine<float>>> wide;
   std::vector<std::vector<BFloat16, OnLine<BFloat16>>> narrow;
 
   Rows(DType dtype, std::int64_t count, std::int64_t columns, std::mt19937_64& random)
-      : dtype(dtype), columns(columns), wide(static_cast<std::size_t>(count)), narrow(static_cast<std::size_t>(count)) {
+      : dtype(dtype), columns(columns), behind_line(random() % 2 == 0 ? 0 : static_cast<std::int64_t>(random() % 16)) {
     for (std::int64_t i = 0; i < count; ++i) {
-      for (std::int64_t c = 0; c < columns; ++c) wide[i].push_back(static_cast<float>(static_cast<int>(random() % 9) - 4));
-      for (float value : wide[i]) narrow[i].push_back(ToBFloat16(value));
+      wide.emplace_back(static_cast<std::size_t>(behind_line + columns));
+      narrow.emplace_back(wide[i].size());
+      for (std::int64_t c = behind_line; c < behind_line + columns; ++c) {
+        wide[i][c] = static_cast<float>(static_cast<int>(random() % 9) - 4);
+        narrow[i][c] = ToBFloat16(wide[i][c]);
+      }
     }
   }
-  void* Row(std::int64_t i) { return dtype == DType::kFloat32 ? static_cast<void*>(wide[i].data()) : narrow[i].data(); }
-  float At(std::int64_t i, std::int64_t c) const { return dtype == DType::kFloat32 ? wide[i][c] : ToFloat(narrow[i][c]); }
+  void* Row(std::int64_t i) {
+    if (dtype == DType::kFloat32) return wide[i].data() + behind_line;
+    return narrow[i].data() + behind_line;
+  }
+  float At(std::int64_t i, std::int64_t c) const {
+    return dtype == DType::kFloat32 ? wide[i][behind_line + c] : ToFloat(narrow[i][behind_line + c]);
+  }
   float Rounded(double value) const {
     const auto exact = static_cast<float>(value);
     return dtype == DType::kFloat32 ? exact : ToFloat(ToBFloat16(exact));
@@ -141,10 +150,10 @@ TEST_P(LowRankTest, AcrossExperts) {
     AcrossExpertsArgs args;
     args.pieces = parameters.pieces;
     args.ranks = parameters.ranks();
-    args.first_feature = Below(3) * 7;  // on a line, or off it
+    args.first_feature = Below(3) * 7;
     args.features = features;
     args.dtype = AnyType();
-    const std::int64_t width = args.first_feature + features;
+    const std::int64_t end = args.first_feature + features, width = end + Below(20);
     std::vector<std::int64_t> first(static_cast<std::size_t>(experts) + 1);
     for (std::int64_t x = 0; x < experts; ++x) {
       const std::int64_t most = trial % 10 == 3 ? kMostLowRankRows + 1 : 5;
@@ -182,10 +191,11 @@ TEST_P(LowRankTest, AcrossExperts) {
       for (std::int64_t row = first[x]; row < first[x + 1]; ++row) {
         for (std::int64_t c = 0; c < width; ++c) {
           double expected = 0;
-          for (std::int64_t j = 0; j < args.ranks && c >= args.first_feature; ++j) {
+          const bool written = c >= args.first_feature && c < end;
+          for (std::int64_t j = 0; j < args.ranks && written; ++j) {
             expected += static_cast<double>(low[row * args.ranks + j]) * parameters.At(c - args.first_feature, j, x);
           }
-          ASSERT_EQ(out.At(row, c), c >= args.first_feature ? out.Rounded(expected) : before.At(row, c)) << x << " " << c;
+          ASSERT_EQ(out.At(row, c), written ? out.Rounded(expected) : before.At(row, c)) << x << " " << c;
         }
         for (std::int64_t j = 0; j < args.ranks; ++j) {
           double expected = 3;
@@ -267,105 +277,156 @@ TEST_P(LowRankTest, NoBitDependsOnTheRest) {
     for (; n > 0; --n) values.push_back(static_cast<float>(Below(1 << 20)) / (1 << 19) - 1.0f);
     return values;
   };
+  const auto narrow = [](const std::vector<float>& values) {
+    std::vector<BFloat16> rounded;
+    for (const float value : values) rounded.push_back(ToBFloat16(value));
+    return rounded;
+  };
   const std::vector<float> parameter = reals(features * ranks * experts), low = reals(count * ranks),
-                           x = reals(count * features);
-  const PoisonedBuffer scratch(4 * AcrossExpertsScratch(experts, ranks, 1));
+                           wide = reals(count * features);
+  const std::vector<BFloat16> bf16 = narrow(wide);
+  const PoisonedBuffer scratch(4 * AcrossExpertsScratch(experts, ranks, 2));
   struct Result {
     std::vector<float> out, sums, gradient;
   };
-  // Expert 17's rows, or one expert's, in runs of so many rows and features.
-  const auto compute = [&](bool across, std::int64_t rows_at_once, std::int64_t features_at_once) {
-    Result result{std::vector<float>(x.size()), std::vector<float>(low.size()), std::vector<float>(parameter.size())};
+  // Expert 17's rows, or one expert's, in runs of so many rows and features; two pieces of odd ranks.
+  const auto compute = [&](bool across, DType dtype, std::int64_t rows_at_once, std::int64_t features_at_once) {
+    Result result{std::vector<float>(wide.size()), std::vector<float>(low.size()), std::vector<float>(parameter.size())};
+    std::vector<BFloat16> out_bf16 = narrow(result.out);
     for (std::int64_t i = 0; i < count; i += rows_at_once) {
       for (std::int64_t f = 0; f < features; f += features_at_once) {
         std::vector<const void*> rows;
         std::vector<void*> out;
         for (std::int64_t k = i; k < std::min(count, i + rows_at_once); ++k) {
-          rows.push_back(x.data() + k * features + (across ? 0 : f));
-          out.push_back(result.out.data() + k * features + (across ? 0 : f));
+          const std::int64_t at = k * features + (across ? 0 : f);
+          const bool fp32 = dtype == DType::kFloat32;
+          rows.push_back(fp32 ? static_cast<const void*>(wide.data() + at) : bf16.data() + at);
+          out.push_back(fp32 ? static_cast<void*>(result.out.data() + at) : out_bf16.data() + at);
         }
         const LowRankRows some{std::ssize(rows), rows.data(), out.data(), low.data() + i * ranks,
                                result.sums.data() + i * ranks};
-        const std::int64_t first = f * (across ? ranks * experts : 1);
-        LowRankPiece piece{parameter.data() + first, result.gradient.data() + first, 1, features, 1, features, 0, ranks};
-        if (across) piece.feature_stride = piece.gradient_feature_stride = ranks * experts;
-        if (across) piece.rank_stride = piece.gradient_rank_stride = experts;
+        const std::int64_t rank_stride = across ? experts : features, feature_stride = across ? ranks * experts : 1;
+        LowRankPiece pieces[2];
+        for (std::int64_t rank = 0, p = 0; p < 2; rank += pieces[p++].ranks) {
+          const std::int64_t first = f * feature_stride + rank * rank_stride;
+          pieces[p] = {parameter.data() + first,
+                       result.gradient.data() + first,
+                       feature_stride,
+                       rank_stride,
+                       feature_stride,
+                       rank_stride,
+                       rank,
+                       p == 0 ? 5 : ranks - 5};
+        }
         if (across) {
           std::vector<LowRankRows> list(static_cast<std::size_t>(experts));
           list[17] = some;
-          const AcrossExpertsArgs args{{&piece, 1}, list, ranks, f, features_at_once, DType::kFloat32, scratch.As<float>()};
+          const AcrossExpertsArgs args{pieces, list, ranks, f, features_at_once, dtype, scratch.As<float>()};
           tier_->expand_across_experts(args);
           tier_->contract_across_experts(args);
         } else {
-          const AlongFeaturesArgs args{{&piece, 1}, some, ranks, features_at_once, DType::kFloat32};
+          const AlongFeaturesArgs args{pieces, some, ranks, features_at_once, dtype};
           tier_->expand_along_features(args);
           tier_->outer_along_features(args);
           if (features_at_once == features) tier_->contract_along_features(args);
         }
       }
     }
+    if (dtype == DType::kBFloat16) {
+      for (std::size_t i = 0; i < out_bf16.size(); ++i) result.out[i] = ToFloat(out_bf16[i]);
+    }
     return result;
   };
   for (const bool across : {false, true}) {
-    const Result whole = compute(across, count, features);
-    const Result by_row = compute(across, 1, features);
-    EXPECT_EQ(by_row.out, whole.out);
-    EXPECT_EQ(by_row.sums, whole.sums);
-    const Result by_features = compute(across, count, 16);
-    EXPECT_EQ(by_features.out, whole.out);
-    EXPECT_EQ(by_features.gradient, whole.gradient);
-    if (across) {
-      EXPECT_EQ(by_features.sums, whole.sums);
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      const Result whole = compute(across, dtype, count, features);
+      const Result by_row = compute(across, dtype, 1, features);
+      EXPECT_EQ(by_row.out, whole.out);
+      EXPECT_EQ(by_row.sums, whole.sums);
+      for (const std::int64_t at_once : {16, 48, 6}) {  // parts of vectors, too; even, for features are contracted in pairs
+        const Result by_features = compute(across, dtype, count, at_once);
+        EXPECT_EQ(by_features.out, whole.out) << at_once;
+        EXPECT_EQ(by_features.gradient, whole.gradient) << at_once;
+        if (across) {
+          EXPECT_EQ(by_features.sums, whole.sums) << at_once;
+        }
+      }
     }
   }
 }
 
 /// Parameters and rows are rounded to bf16, and nothing else.
 TEST_P(LowRankTest, RoundsOperands) {
-  const float third = 1.0f / 3.0f, rounded = ToFloat(ToBFloat16(third));
-  const LowRankPiece piece{&third, nullptr, 1, 1, 0, 0, 0, 1};
-  const float value = 1.0f / 7.0f, product = rounded * ToFloat(ToBFloat16(value));
-  const void* row = &value;
-  float sum = 0.0f, low = 1.0f, expanded = 0.0f;
-  void* out = &expanded;
-  const LowRankRows rows{1, &row, &out, &low, &sum};
-  AlongFeaturesArgs along{{&piece, 1}, rows, 1, 1, DType::kFloat32};
-  tier_->contract_along_features(along);
-  EXPECT_EQ(sum, product);
-  tier_->expand_along_features(along);
-  EXPECT_EQ(expanded, rounded);
-  sum = 0.0f;
-  expanded = 0.0f;
-  const PoisonedBuffer scratch(4 * AcrossExpertsScratch(1, 1, 1));
-  const AcrossExpertsArgs across{{&piece, 1}, {&rows, 1}, 1, 0, 1, DType::kFloat32, scratch.As<float>()};
-  tier_->contract_across_experts(across);
-  EXPECT_EQ(sum, product);
-  tier_->expand_across_experts(across);
-  EXPECT_EQ(expanded, rounded);
+  const std::int64_t features = 3, ranks = 3;
+  const float third = 1.0f / 3.0f;
+  std::vector<float> parameter;
+  for (std::int64_t i = 0; i < features * ranks; ++i) parameter.push_back(1.0f / static_cast<float>(3 + 2 * i));
+  const PoisonedBuffer scratch(4 * AcrossExpertsScratch(1, ranks, 1));
+  for (std::int64_t f = 0; f < features; ++f) {
+    for (std::int64_t j = 0; j < ranks; ++j) {
+      const float expected = ToFloat(ToBFloat16(parameter[f * ranks + j])), rounded = ToFloat(ToBFloat16(third));
+      std::vector<float> row(features), low(ranks), sums(ranks), out(features);
+      row[f] = third;
+      low[j] = third;
+      const void* row_data = row.data();
+      void* out_data = out.data();
+      const LowRankRows rows{1, &row_data, &out_data, low.data(), sums.data()};
+      std::vector<float> by_rank;
+      for (std::int64_t k = 0; k < ranks; ++k) {
+        for (std::int64_t c = 0; c < features; ++c) by_rank.push_back(parameter[c * ranks + k]);
+      }
+      const LowRankPiece along_piece{by_rank.data(), nullptr, 1, features, 0, 0, 0, ranks};
+      const AlongFeaturesArgs along{{&along_piece, 1}, rows, ranks, features, DType::kFloat32};
+      tier_->contract_along_features(along);
+      EXPECT_EQ(sums[j], rounded * expected) << f << " " << j;
+      tier_->expand_along_features(along);
+      EXPECT_EQ(out[f], third * expected) << f << " " << j;
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      std::fill(out.begin(), out.end(), 0.0f);
+      const LowRankPiece across_piece{parameter.data(), nullptr, ranks, 1, 0, 0, 0, ranks};
+      const AcrossExpertsArgs across{{&across_piece, 1}, {&rows, 1}, ranks, 0, features, DType::kFloat32, scratch.As<float>()};
+      tier_->contract_across_experts(across);
+      EXPECT_EQ(sums[j], rounded * expected) << f << " " << j;
+      tier_->expand_across_experts(across);
+      EXPECT_EQ(out[f], third * expected) << f << " " << j;
+    }
+  }
 }
 
-/// What is not a number stays one, and touches nobody else's sums.
+/// What is not a number stays one, and touches nobody else's sums and rows: not the other experts', and, with odd numbers of
+/// features and ranks, nothing that is not there.
 TEST_P(LowRankTest, NanPassesThrough) {
-  const std::int64_t experts = 3, features = 20, ranks = 4;
+  const std::int64_t experts = 3, features = 21, ranks = 4;
+  const float infinity = std::numeric_limits<float>::infinity();
   std::vector<float> parameter(static_cast<std::size_t>(features * ranks * experts), 1.0f);
-  const LowRankPiece piece{parameter.data(), nullptr, ranks * experts, experts, 0, 0, 0, ranks};
-  std::vector<float> row(static_cast<std::size_t>(features), 1.0f), bad = row;
-  bad[17] = std::numeric_limits<float>::quiet_NaN();
+  for (std::int64_t i = 2; i < std::ssize(parameter); i += experts) parameter[i] = infinity;  // of expert 2, which has no rows
+  LowRankPiece pieces[2];
+  pieces[0] = {parameter.data(), nullptr, ranks * experts, experts, 0, 0, 0, 3};
+  pieces[1] = {parameter.data() + 3 * experts, nullptr, ranks * experts, experts, 0, 0, 3, 1};
+  std::vector<float> row(static_cast<std::size_t>(features), 1.0f), bad = row, out(row.size()), bad_out(row.size());
+  bad[20] = std::numeric_limits<float>::quiet_NaN();
   const void* rows[2] = {row.data(), bad.data()};
+  void* outs[2] = {out.data(), bad_out.data()};
   std::vector<float> low(2 * ranks, 0.0f), sums(2 * ranks, 0.0f);
-  const PoisonedBuffer scratch(4 * AcrossExpertsScratch(experts, ranks, 1));
+  low[ranks + 3] = infinity;  // the rank behind an odd number
+  const PoisonedBuffer scratch(4 * AcrossExpertsScratch(experts, ranks, 2));
   const LowRankRows list[experts] = {
-      {1, rows, nullptr, low.data(), sums.data()}, {1, rows + 1, nullptr, low.data() + ranks, sums.data() + ranks}, {}};
+      {1, rows, outs, low.data(), sums.data()}, {1, rows + 1, outs + 1, low.data() + ranks, sums.data() + ranks}, {}};
   AcrossExpertsArgs args;
-  args.pieces = {&piece, 1};
+  args.pieces = pieces;
   args.experts = list;
   args.ranks = ranks;
   args.features = features;
   args.scratch = scratch.As<float>();
   tier_->contract_across_experts(args);
   for (std::int64_t j = 0; j < ranks; ++j) {
-    EXPECT_EQ(sums[j], 20.0f);
+    EXPECT_EQ(sums[j], 21.0f);
     EXPECT_NE(sums[ranks + j], sums[ranks + j]);
+  }
+  tier_->expand_across_experts(args);
+  for (std::int64_t f = 0; f < features; ++f) {
+    EXPECT_EQ(out[f], 0.0f) << f;
+    EXPECT_EQ(bad_out[f], infinity) << f;
   }
 }
 
