@@ -245,10 +245,21 @@ float Row::BoundOfMinP() const {
   const auto passes = [this](float x) { return std::exp((static_cast<double>(x) - max_) / temperature_) >= options_.min_p; };
   const double estimate = static_cast<double>(max_) + temperature_ * std::log(options_.min_p);
   if (estimate <= static_cast<double>(kLowest)) return kLowest;
-  float bound = std::min(max_, static_cast<float>(estimate));
-  while (!passes(bound)) bound = std::nextafter(bound, kInfinity);
-  while (bound > kLowest && passes(std::nextafter(bound, -kInfinity))) bound = std::nextafter(bound, -kInfinity);
-  return bound;
+  // The estimate is nearly right, but near 0 hundreds of millions of floats have one probability: steps double.
+  const std::int64_t least = OrderOf(kLowest), most = OrderOf(max_);
+  const auto at = [&](std::int64_t order) { return WithOrder(static_cast<std::int32_t>(order)); };
+  std::int64_t passing = OrderOf(std::min(max_, static_cast<float>(estimate))), failing = least - 1, step = 1;
+  for (; passing < most && !passes(at(passing)); step *= 2) {
+    failing = passing;
+    passing = std::min(passing + step, most);
+  }
+  for (step = 1; passing - step > failing && passes(at(passing - step)); step *= 2) passing -= step;
+  failing = std::max(failing, passing - step);
+  while (passing - failing > 1) {
+    const std::int64_t middle = failing + (passing - failing) / 2;
+    (passes(at(middle)) ? passing : failing) = middle;
+  }
+  return at(passing);
 }
 
 void Row::TakeMinP() {

@@ -140,6 +140,17 @@ TEST(Sampler, KeepsWhatTheReferenceKeeps) {
 }
 
 /// Between flat rows, of which a sample knows the boundary, and peaked ones.
+/// Where max + T log(min_p) is near 0, more floats have its probability than can be tried one by one.
+TEST(Sampler, KeepsWhatTheReferenceKeepsByMinPNearZero) {
+  for (const std::vector<float>& row :
+       {std::vector<float>{-1, -3, 0}, {0, -30, -0.0f}, {1e-20f, -1, -1e-20f, 1e-42f}, {1, -3, -2}}) {
+    for (const double min_p : {1.0, 1 - 1e-15, 0.36787944117144233}) {
+      ExpectReference(row, 1, {.temperature = 0.7, .min_p = min_p}, "min_p " + std::to_string(min_p));
+      ExpectReference(row, 1, {.min_p = min_p}, "min_p " + std::to_string(min_p));
+    }
+  }
+}
+
 TEST(Sampler, KeepsWhatTheReferenceKeepsOfRowsWithAThousandProbableTokens) {
   constexpr std::int64_t kRows = 3, kColumns = 50000;
   for (const float deviation : {2.2f, 2.7f, 3.3f, 4.0f, 6.0f}) {
