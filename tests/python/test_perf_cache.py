@@ -1,5 +1,6 @@
 """The cache of evaluator answers: shared by processes, and never worse than absent."""
 
+import gc
 import json
 import os
 import random
@@ -183,6 +184,18 @@ def test_compaction_keeps_what_is_used_most_and_bounds_the_file(tmp_path, monkey
     found = Cache(tmp_path)
     assert found.get("key.7") == VALUE and found.uses()["key.7"] == 301
     assert 10 < len(found.keys()) < 300
+
+
+def test_counts_are_kept_when_nobody_needs_the_cache(tmp_path):
+    def use():
+        cache = Cache(tmp_path)
+        cache.put({"a": VALUE})
+        cache.get("a")
+        cache.get("missing")
+
+    use()
+    gc.collect()
+    assert Cache(tmp_path).uses() == {"a": 1, "missing": 1}
 
 
 def test_a_forked_child_does_not_count_its_parent_s_uses_again(tmp_path):

@@ -131,8 +131,12 @@ class Cache:
                 lines.append(_record(b"e", key.encode(), text))
             self._append(lines)
 
+    def __del__(self) -> None:
+        if getattr(self, "_new_uses", None):
+            self.flush()
+
     def flush(self) -> None:
-        """Writes the counts of uses. Happens by itself when the process ends."""
+        """Writes the counts of uses. Happens by itself when nobody needs the cache any more, or the process ends."""
         with self._lock:
             if not self._new_uses:
                 return
