@@ -13,7 +13,6 @@ import moesaic.hf
 name, text, out = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
 print(moesaic.hf.prepare(model))  # the one line that moesaic needs
-print(moesaic.hf.fuse(model))  # attention and dense layers by the engine, too
 
 lora = LoraConfig(
     r=16,
@@ -22,5 +21,8 @@ lora = LoraConfig(
 )
 data = load_dataset("text", data_files=text, split="train")
 trainer = SFTTrainer(model, SFTConfig(out, use_cpu=True, max_steps=100), train_dataset=data, peft_config=lora)
+print(
+    moesaic.hf.fuse(trainer.model)
+)  # attention and dense layers by the engine, too, and the adapters that are on them now
 trainer.train()
 trainer.save_model()  # a PEFT folder, which fits the stock model as well

@@ -45,7 +45,7 @@ def test_report(stock: Any) -> None:
     numbers = expected // 4  # fp32
     assert 2 * numbers <= report.bytes_packed <= 1.02 * 2 * numbers
     assert report.seconds > 0
-    assert "packed 2 experts blocks (2 of 8 experts, hidden 64, intermediate 48) as bf16" in str(report)
+    assert "packed 2 experts blocks (2 with 8 experts each, hidden 64, intermediate 48) as bf16" in str(report)
     assert "rounded" in str(report)
     again = moesaic.hf.prepare(model, progress=False)
     assert again.bytes_released == 0

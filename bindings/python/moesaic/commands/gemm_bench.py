@@ -107,7 +107,9 @@ def read_shapes(path: Path) -> list[Shape]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except OSError as error:
+        raise UsageError(f"argument --shapes: {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"argument --shapes: {path}: {error}") from None
     shapes = []
     for number, row in enumerate(rows, 2):

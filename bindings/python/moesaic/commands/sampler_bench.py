@@ -63,7 +63,7 @@ def add_parser(benches: Any) -> None:
     add("--threads", type=options.threads, metavar="N", help="default: as the engine chooses")
     options.add_clock(parser)
     add("--reps", type=options.positive, default=20, metavar="R", help="timed repetitions (default 20)")
-    add("--warmup", type=options.positive, default=3, metavar="W", help="calls before them (default 3)")
+    add("--warmup", type=options.non_negative, default=3, metavar="W", help="calls before them (default 3)")
     add("--diffusion", action="store_true", help="also block-diffusion decoding of a small model, by stage")
     add("--archive", metavar="NAME", help="also write profile_runs/<time>_NAME/, for `moesaic profile diff`")
     options.add_json(parser)

@@ -56,7 +56,7 @@ class PrepareReport:
         for block in self.blocks:
             shape = (block.num_experts, block.hidden_size, block.intermediate_size)
             shapes[shape] = shapes.get(shape, 0) + 1
-        kinds = ", ".join(f"{n} of {e} experts, hidden {h}, intermediate {i}" for (e, h, i), n in shapes.items())
+        kinds = ", ".join(f"{n} with {e} experts each, hidden {h}, intermediate {i}" for (e, h, i), n in shapes.items())
         rounded = "; weights were rounded to bfloat16" if any(block.rounded for block in self.blocks) else ""
         return (
             f"moesaic: packed {len(self.blocks)} experts blocks ({kinds}) as {self.weight_format} "
