@@ -224,10 +224,8 @@ def _look_after(args: argparse.Namespace) -> dict[str, Any]:
     if args.missed:
         return document | {"missed": [{"key": key, "uses": uses} for key, uses in _by_use(cache.missed())]}
     if args.stats:
-        stats = vars(cache.stats())
-        return document | {
-            name: value for name, value in stats.items() if name not in ("hits", "misses")
-        }  # of a process
+        of_a_process = ("hits", "misses")
+        return document | {name: value for name, value in vars(cache.stats()).items() if name not in of_a_process}
     document["dropped" if args.clear else "imported"] = cache.clear() if args.clear else _import(cache, args.import_)
     if not cache.writable:
         raise CommandError(f"{cache.path} cannot be written")
