@@ -1,6 +1,5 @@
 """The cache of evaluator answers: shared by processes, and never worse than absent."""
 
-import gc
 import json
 import os
 import random
@@ -186,16 +185,26 @@ def test_compaction_keeps_what_is_used_most_and_bounds_the_file(tmp_path, monkey
     assert 10 < len(found.keys()) < 300
 
 
-def test_counts_are_kept_when_nobody_needs_the_cache(tmp_path):
-    def use():
-        cache = Cache(tmp_path)
-        cache.put({"a": VALUE})
-        cache.get("a")
-        cache.get("missing")
+def test_counts_of_a_cache_that_is_gone_are_written_when_the_process_ends(tmp_path):
+    program = """
+import gc, os, sys
+from moesaic.perf import Cache
 
-    use()
-    gc.collect()
-    assert Cache(tmp_path).uses() == {"a": 1, "missing": 1}
+def use():
+    cache = Cache(sys.argv[1])
+    cache.put({"a": 1})
+    cache.get("a")
+    cache.get("missing")
+
+use()
+use()
+gc.collect()
+if os.fork() == 0:
+    sys.exit(0)  # counts nothing again
+os.wait()
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    assert Cache(tmp_path).uses() == {"a": 2, "missing": 2}
 
 
 def test_a_forked_child_does_not_count_its_parent_s_uses_again(tmp_path):

@@ -132,11 +132,12 @@ class Cache:
             self._append(lines)
 
     def __del__(self) -> None:
-        if getattr(self, "_new_uses", None):
-            self.flush()
+        # Not written here: garbage may be collected while this very thread holds the lock of the file.
+        if getattr(self, "_new_uses", None) and self.writable:
+            _left_behind.append((self.folder, self._new_uses))
 
     def flush(self) -> None:
-        """Writes the counts of uses. Happens by itself when nobody needs the cache any more, or the process ends."""
+        """Writes the counts of uses. Happens by itself when the process ends, also for caches that are gone by then."""
         with self._lock:
             if not self._new_uses:
                 return
@@ -376,16 +377,26 @@ def _is_key(key: Any) -> bool:
 
 
 _open_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
+_left_behind: list[tuple[Path, dict[str, int]]] = []
+"""Uses that caches counted which are gone."""
 
 
 @atexit.register
 def _flush_all() -> None:
+    caches = {cache.folder: cache for cache in _open_caches}
+    while _left_behind:
+        folder, uses = _left_behind.pop()
+        if folder not in caches:
+            caches[folder] = Cache(folder)
+        for key, count in uses.items():
+            caches[folder].count(key, count)
     for cache in list(_open_caches):
         cache.flush()
 
 
 def _forget_in_child() -> None:
     """The parent writes what it counted; its other threads may have held the lock."""
+    _left_behind.clear()
     for cache in list(_open_caches):
         cache._lock = threading.RLock()
         cache._new_uses.clear()
