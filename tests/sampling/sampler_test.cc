@@ -139,7 +139,6 @@ TEST(Sampler, KeepsWhatTheReferenceKeeps) {
   }
 }
 
-/// Between flat rows, of which a sample knows the boundary, and peaked ones.
 /// Where max + T log(min_p) is near 0, more floats have its probability than can be tried one by one.
 TEST(Sampler, KeepsWhatTheReferenceKeepsByMinPNearZero) {
   for (const std::vector<float>& row :
@@ -151,6 +150,7 @@ TEST(Sampler, KeepsWhatTheReferenceKeepsByMinPNearZero) {
   }
 }
 
+/// Between flat rows, of which a sample knows the boundary, and peaked ones.
 TEST(Sampler, KeepsWhatTheReferenceKeepsOfRowsWithAThousandProbableTokens) {
   constexpr std::int64_t kRows = 3, kColumns = 50000;
   for (const float deviation : {2.2f, 2.7f, 3.3f, 4.0f, 6.0f}) {

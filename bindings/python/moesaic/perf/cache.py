@@ -93,6 +93,11 @@ class Cache:
         self._load()
         _open_caches.add(self)
 
+    def __del__(self) -> None:
+        # Not written here: garbage may be collected while this very thread holds the lock of the file.
+        if getattr(self, "_new_uses", None) and self.writable:
+            _left_behind.append((self.folder, self._new_uses))
+
     # ---- answers ----
 
     def get(self, key: str, count: bool = True) -> Any | None:
@@ -130,11 +135,6 @@ class Cache:
                 self._values[key] = text
                 lines.append(_record(b"e", key.encode(), text))
             self._append(lines)
-
-    def __del__(self) -> None:
-        # Not written here: garbage may be collected while this very thread holds the lock of the file.
-        if getattr(self, "_new_uses", None) and self.writable:
-            _left_behind.append((self.folder, self._new_uses))
 
     def flush(self) -> None:
         """Writes the counts of uses. Happens by itself when the process ends, also for caches that are gone by then."""
