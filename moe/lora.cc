@@ -183,10 +183,11 @@ std::int64_t LoraCall::strips(LoraMatrix m) const {
   return CeilDiv(std::max(panels, columns), kStripTiles);
 }
 
-std::int64_t LoraCall::StripsPerTask(LoraMatrix m, std::int64_t experts, std::int64_t elements) const {
-  const std::int64_t rank = RankOf(m);
-  const std::int64_t worth = elements * strips(m) / std::max<std::int64_t>(1, rank * FeaturesOf(m) * experts);
-  return std::max<std::int64_t>(1, std::min(worth, strips(m)));
+LoraCall::Share LoraCall::ShareOf(LoraMatrix m, std::int64_t experts, std::int64_t elements) const {
+  const std::int64_t of_expert = RankOf(m) * FeaturesOf(m), all = strips(m);
+  if (all == 0) return {experts, 1};
+  if (LiesByExpert(pieces_[m]) && elements >= of_expert) return {std::min(elements / of_expert, experts), all};
+  return {experts, std::clamp<std::int64_t>(elements * all / (of_expert * experts), 1, all)};
 }
 
 std::int64_t LoraCall::parameters() const {

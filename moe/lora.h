@@ -102,8 +102,13 @@ class LoraCall {
     std::int64_t begin, end;
   };
   std::int64_t strips(LoraMatrix m) const;
-  /// Strips that together have so many elements of a group of so many experts.
-  std::int64_t StripsPerTask(LoraMatrix m, std::int64_t experts, std::int64_t elements) const;
+  /// What a task packs or writes of a group.
+  struct Share {
+    std::int64_t experts, strips;
+  };
+  /// A share of so many elements, or what comes nearest. Where each expert's numbers lie by themselves it is of whole matrices:
+  /// memory comes the faster the longer it is read in its order.
+  Share ShareOf(LoraMatrix m, std::int64_t experts, std::int64_t elements) const;
   /// Elements of one expert's matrices, without padding.
   std::int64_t parameters() const;
 
@@ -149,6 +154,7 @@ class LoraCall {
   Axis AxisOf(const Piece& piece) const;
   /// The axis along which all parameters of a matrix can be packed.
   Axis PackingAxis(const Pieces& pieces) const;
+  bool LiesByExpert(const Pieces& pieces) const;
 
   /// Panels and tile columns of a matrix.
   struct Tiles {

@@ -80,6 +80,15 @@ LoraCall::Axis LoraCall::PackingAxis(const Pieces& pieces) const {
   return axis;
 }
 
+bool LoraCall::LiesByExpert(const Pieces& pieces) const {
+  const auto lies = [this](const Piece& piece) {
+    const Axis axis = AxisOf(piece);
+    return axis == Axis::kColumns || axis == Axis::kRows;
+  };
+  return std::all_of(pieces.parameters.begin(), pieces.parameters.end(), lies) &&
+         std::all_of(pieces.gradients.begin(), pieces.gradients.end(), lies);
+}
+
 LoraCall::Block LoraCall::Intersect(const Piece& piece, const Tiles& tiles) {
   const std::int64_t row = std::max(piece.row, tiles.first_panel * kPanelRows);
   const std::int64_t column = std::max(piece.column, tiles.first_column * kTileColumns);
@@ -110,26 +119,42 @@ void LoraCall::Pack(LoraMatrix m, const Strips& strips, std::int64_t first_exper
 
 void LoraCall::PackAlongRows(const PackCall& call) const {
   const Pieces& pieces = pieces_[call.m];
-  const void* rows[kPanelRows];
+  const void* rows[2 * kPanelRows];
   PackRowsArgs args;
   args.rows = rows;
   args.dtype = pieces.parameters.front().dtype;
-  args.count = kPanelRows;
+  args.count = args.rows_ahead = kPanelRows;
   args.columns = pieces.parameters.front().columns;
   args.repeat = call.repeat;
   args.panels = 1;
   args.first_column = call.tiles.first_column;
   args.tile_columns = call.tiles.end_column - call.tiles.first_column;
-  for (std::size_t x = 0; x < call.targets.size(); ++x) {
+  const auto find_rows = [&pieces](std::size_t expert, std::int64_t panel, const void** to) {
+    const std::int64_t first = panel * kPanelRows;
+    std::fill(to, to + kPanelRows, nullptr);
+    for (const Piece& piece : pieces.parameters) {
+      const std::int64_t end = std::min(first + kPanelRows, piece.row + piece.rows);
+      for (std::int64_t i = std::max(first, piece.row); i < end; ++i) {
+        to[i - first] = piece.At(static_cast<std::int64_t>(expert), i, 0);
+      }
+    }
+  };
+  const auto next_with_rows = [&call](std::size_t x) {
+    while (x < call.targets.size() && call.targets[x].matrix[call.m].data == nullptr) ++x;
+    return x;
+  };
+  const std::int64_t first_panel = call.tiles.first_panel, end_panel = call.tiles.end_panel;
+  for (std::size_t x = next_with_rows(0), next; x < call.targets.size(); x = next) {
+    next = next_with_rows(x + 1);
     args.stored = call.targets[x].matrix[call.m];
-    if (args.stored.data == nullptr) continue;
-    const std::int64_t expert = call.first_expert + static_cast<std::int64_t>(x);
-    for (args.first_panel = call.tiles.first_panel; args.first_panel < call.tiles.end_panel; ++args.first_panel) {
-      const std::int64_t first = args.first_panel * kPanelRows;
-      std::fill(rows, rows + kPanelRows, nullptr);
-      for (const Piece& piece : pieces.parameters) {
-        const std::int64_t end = std::min(first + kPanelRows, piece.row + piece.rows);
-        for (std::int64_t i = std::max(first, piece.row); i < end; ++i) rows[i - first] = piece.At(expert, i, 0);
+    for (args.first_panel = first_panel; args.first_panel < end_panel; ++args.first_panel) {
+      find_rows(call.first_expert + x, args.first_panel, rows);
+      if (args.first_panel + 1 < end_panel) {
+        find_rows(call.first_expert + x, args.first_panel + 1, rows + kPanelRows);
+      } else if (next < call.targets.size()) {
+        find_rows(call.first_expert + next, first_panel, rows + kPanelRows);
+      } else {
+        args.rows_ahead = 0;
       }
       ChosenKernels().pack_rows(args);
     }

@@ -264,14 +264,12 @@ Pass::LoraPart Pass::LoraPartOf(std::int64_t index) const {
   const auto num_shards = static_cast<std::int64_t>(shards.size());
   const std::int64_t group = TaskIndex::Job(index) / num_shards, shard = TaskIndex::Job(index) % num_shards;
   const LoraCall& call = lora_of_shard_[static_cast<std::size_t>(shard)];
-  const std::int64_t step = StripsPerTask(call, m), begin = TaskIndex::Part(index) / kNumLoraMatrices * step;
-  const std::int64_t first = groups[group].first_expert;
-  return {m, shard, {begin, std::min(begin + step, call.strips(m))}, first, GroupLora(shard, first)};
-}
-
-std::span<const ExpertLora> Pass::GroupLora(std::int64_t shard, std::int64_t first_expert) const {
-  const std::int64_t count = std::min(lora_group_, config.num_experts - first_expert);
-  return std::span<const ExpertLora>(expert_lora_).subspan(shard * config.num_experts + first_expert, count);
+  const LoraCall::Share share = ShareOf(call, m);
+  const std::int64_t part = TaskIndex::Part(index) / kNumLoraMatrices, parts = CeilDiv(call.strips(m), share.strips);
+  const std::int64_t strip = part % parts * share.strips, of_group = part / parts * share.experts;
+  const std::int64_t first = groups[group].first_expert + of_group;
+  const std::int64_t count = std::min({share.experts, lora_group_ - of_group, config.num_experts - first});
+  return {m, shard, {strip, std::min(strip + share.strips, call.strips(m))}, first, LoraOfExperts(shard, first, count)};
 }
 
 void Pass::PackTask(void* pass, std::int64_t index, int) {
@@ -289,7 +287,8 @@ void Pass::WriteTask(void* pass, std::int64_t index, int) {
   const LoraCall& call = self.lora_of_shard_[part.shard];
   for (std::size_t s = 1; s < self.shards.size() && IsInEveryShard(part.matrix); ++s) {
     const auto other = static_cast<std::int64_t>(s);
-    call.AddGradients(part.matrix, part.strips, self.GroupLora(other, part.first_expert), part.experts);
+    call.AddGradients(part.matrix, part.strips, self.LoraOfExperts(other, part.first_expert, part.experts.size()),
+                      part.experts);
   }
   call.WriteGradients(part.matrix, part.strips, part.first_expert, part.experts);
 }
@@ -301,7 +300,9 @@ Pass::Tasks Pass::AddLoraTasks(TaskFunction function, std::int64_t group, std::i
   for (int i = 0; i < kNumLoraMatrices; ++i) {
     const auto m = static_cast<LoraMatrix>(i);
     if (function == WriteTask && (!lora.wants(m) || (IsInEveryShard(m) && shard > 0))) continue;
-    const std::int64_t parts = CeilDiv(call.strips(m), StripsPerTask(call, m));
+    const LoraCall::Share share = ShareOf(call, m);
+    const std::int64_t experts = std::min(lora_group_, config.num_experts - groups[group].first_expert);
+    const std::int64_t parts = CeilDiv(experts, share.experts) * CeilDiv(call.strips(m), share.strips);
     for (std::int64_t part = 0; part < parts; ++part) {
       const std::int64_t code = TaskIndex::Encode(index, part * kNumLoraMatrices + m);
       const TaskId task = AddOfShard(function, code, shard, TaskGraph::Start::kNext);

@@ -207,20 +207,22 @@ class Pass {
   Phase PhaseThatReads(LoraMatrix m) const;
   static void BeginJob(void* pass, std::int64_t job, int worker);
   static void EndJob(void* pass, std::int64_t job, int worker);
-  /// Adds the tasks that pack the adapters of a group for a shard, or write their gradients: some strips of one matrix each.
+  /// Adds the tasks that pack the adapters of a group for a shard, or write their gradients: a share of one matrix each.
   Tasks AddLoraTasks(TaskFunction function, std::int64_t group, std::int64_t shard, TaskId after);
-  std::int64_t StripsPerTask(const LoraCall& call, LoraMatrix m) const {
-    return call.StripsPerTask(m, std::min(lora_group_, config.num_experts), lora_task_elements_);
+  LoraCall::Share ShareOf(const LoraCall& call, LoraMatrix m) const {
+    return call.ShareOf(m, std::min(lora_group_, config.num_experts), lora_task_elements_);
   }
   struct LoraPart {
     LoraMatrix matrix;
     std::int64_t shard;
     LoraCall::Strips strips;
     std::int64_t first_expert;
-    std::span<const ExpertLora> experts;  ///< of the group
+    std::span<const ExpertLora> experts;
   };
   LoraPart LoraPartOf(std::int64_t index) const;
-  std::span<const ExpertLora> GroupLora(std::int64_t shard, std::int64_t first_expert) const;
+  std::span<const ExpertLora> LoraOfExperts(std::int64_t shard, std::int64_t first_expert, std::size_t count) const {
+    return std::span(expert_lora_).subspan(static_cast<std::size_t>(shard * config.num_experts + first_expert), count);
+  }
   static void PackTask(void* pass, std::int64_t index, int worker);
   static void WriteTask(void* pass, std::int64_t index, int worker);
 

@@ -194,6 +194,55 @@ TEST_P(PackRowsTest, AllOrdersAndScales) {
   }
 }
 
+// Of weights, panel by panel, on rows that are there, missing or behind `count`: as beside another order, which takes another
+// way.
+TEST_P(PackRowsTest, WeightsRowByRow) {
+  std::mt19937_64 random(3);
+  std::normal_distribution<float> normal;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const std::int64_t count = 40, columns = 420;
+    Strided source(dtype, 48, columns, columns + 1, 1);
+    std::vector<const void*> rows;
+    for (std::int64_t i = 0; i < 48; ++i) {
+      for (std::int64_t j = 0; j < columns; ++j) StoreFloat(source.tensor(), i, j, 0, normal(random));
+      const char* row = static_cast<const char*>(source.view.data) + i * source.view.row_stride * SizeOf(dtype);
+      rows.push_back(i % 7 == 3 ? nullptr : row);
+    }
+    Tiles weights(Order::kStored, 160, columns, true), again(Order::kStored, 160, columns, true);
+    Tiles operand(Order::kOperand, 160, columns, false);
+    for (const Tiles* tiles : {&weights, &again}) {
+      std::memset(tiles->matrix().data, 0xff, static_cast<std::size_t>(tiles->matrix().size()) * sizeof(BFloat16));
+    }
+    for (const bool alone : {true, false}) {
+      PackRowsArgs args;
+      args.rows = rows.data();
+      args.dtype = dtype;
+      args.count = count;
+      args.rows_ahead = alone ? 8 : 0;
+      args.columns = columns;
+      args.stored = (alone ? weights : again).matrix();
+      if (!alone) args.operand = operand.matrix();
+      args.first_panel = 6;  // the last panels of a superblock, and the first ones of the next
+      args.panels = 4;
+      for (const auto& [first, end] : {std::pair{0, 5}, std::pair{5, 14}}) {
+        args.first_column = first;
+        args.tile_columns = end - first;
+        tier_->pack_rows(args);
+      }
+    }
+    for (std::int64_t i = 0; i < 64; ++i) {
+      const bool there = i < count && rows[static_cast<std::size_t>(i)] != nullptr;
+      for (std::int64_t j = 0; j < RoundUp(columns, 32); ++j) {
+        const float expected = there && j < columns ? ToFloat(ToBFloat16(LoadFloat(source.tensor(), i, j))) : 0.0f;
+        ASSERT_EQ(weights.Get(96 + i, j), expected) << i << ", " << j;
+      }
+    }
+    ASSERT_EQ(std::memcmp(weights.matrix().data, again.matrix().data,
+                          static_cast<std::size_t>(weights.matrix().size()) * sizeof(BFloat16)),
+              0);
+  }
+}
+
 MOESAIC_TEST_ON_EVERY_TIER(PackRowsTest);
 
 class TransposePairsTest : public TierTest {};

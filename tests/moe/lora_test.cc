@@ -301,21 +301,31 @@ TEST_P(LoraTest, EveryLayoutToTilesAndBack) {
 TEST_P(LoraTest, PartsCoverAMatrixInPiecesWorthATask) {
   const LayerConfig config{128, 2048, 768};
   LoraAdapter adapter;
-  const auto view = [](std::int64_t rows, std::int64_t columns) {
-    static float nothing;
-    return TensorView{&nothing, DType::kFloat32, 3, {128, rows, columns}, {rows * columns, columns, 1}};
+  float nothing;
+  const auto a = [&](std::int64_t features) {
+    return TensorView{&nothing, DType::kFloat32, 3, {128, 16, features}, {16 * features, features, 1}};
   };
-  adapter.gate_up = {view(16, 2048), view(1536, 16), 1.0f};
-  adapter.down = {view(16, 768), view(2048, 16), 1.0f};
+  const auto b = [&](std::int64_t features) {
+    return TensorView{&nothing, DType::kFloat32, 3, {128, features, 16}, {1, 16 * 128, 128}};
+  };
+  adapter.gate_up = {a(2048), b(1536), 1.0f};
+  adapter.down = {a(768), b(2048), 1.0f};
   const LoraCall lora(config, {0, config.intermediate_size}, {&adapter, 1}, {});
   EXPECT_EQ(lora.parameters(), 16 * (2048 + 1536 + 768 + 2048));
   for (int i = 0; i < kNumLoraMatrices; ++i) {
     const auto m = static_cast<LoraMatrix>(i);
     const bool wide = m == kLoraA || m == kLoraBDownT;
     EXPECT_EQ(lora.strips(m), wide ? 16 : 12);
-    EXPECT_EQ(lora.StripsPerTask(m, 16, 64 * 1024), wide ? 2 : 4);
-    EXPECT_EQ(lora.StripsPerTask(m, 16, 1024), 1);
-    EXPECT_EQ(lora.StripsPerTask(m, 1, 64 * 1024), lora.strips(m));
+    const bool by_expert = m == kLoraA || m == kLoraADownT;
+    const auto expect = [&](std::int64_t experts, std::int64_t elements, std::int64_t of_experts, std::int64_t of_strips) {
+      const LoraCall::Share share = lora.ShareOf(m, experts, elements);
+      EXPECT_EQ(share.experts, of_experts);
+      EXPECT_EQ(share.strips, of_strips);
+    };
+    // Whole matrices of as many experts as are worth a task, or strips of all of them.
+    expect(16, 64 * 1024, by_expert ? (wide ? 2 : 5) : 16, by_expert ? lora.strips(m) : wide ? 2 : 4);
+    expect(1, 64 * 1024, 1, lora.strips(m));
+    expect(16, 1024, 16, 1);  // less than a matrix
   }
 }
 
