@@ -96,18 +96,17 @@ struct DirectRuns {
   }
 };
 
-/// The first piece of the part of a slice that comes next, `panel` of a product and more up to `most_panels` along
-/// `most_columns`; or, where there is none, of what the next call begins with.
-inline WeightsAhead PieceAhead(const DirectGemmArgs& args, const DirectProduct& product, std::span<const SlicePart> next,
-                               std::int64_t panel, std::int64_t most_panels, std::int64_t most_columns) {
-  if (next.empty()) {
-    const PrefetchRange& range = args.prefetch;
-    return {&range.weights, range.first_panel, Least(most_panels, range.panels), range.first_column,
-            Least(most_columns, range.columns)};
-  }
-  const SlicePart& part = next[0];
+/// A piece of the part of a slice, `panel` of a product and more up to `most_panels` along `most_columns`.
+inline WeightsAhead PieceOf(const SlicePart& part, const DirectGemmArgs& args, const DirectProduct& product, std::int64_t panel,
+                            std::int64_t most_panels, std::int64_t most_columns) {
   return {&product.segments[part.segment].weights, args.first_panel + panel, Least(most_panels, args.panels - panel),
           part.begin, Least(most_columns, part.end - part.begin)};
+}
+
+/// What the next call begins with.
+inline WeightsAhead PieceOfNextCall(const PrefetchRange& range, std::int64_t most_panels, std::int64_t most_columns) {
+  return {&range.weights, range.first_panel, Least(most_panels, range.panels), range.first_column,
+          Least(most_columns, range.columns)};
 }
 
 /// The other lines of a call's PrefetchRange, a share for each of `pieces`.
@@ -166,10 +165,14 @@ void DirectGemm(const DirectGemmArgs& args) {
       for (std::int64_t p = 0; p < args.panels; p += Cell::kMaxA) {
         const int na = Least(Cell::kMaxA, args.panels - p);
         const bool last = p + na == args.panels;
+        const DirectProduct& next_product = *products[last ? (i + 1) % count : i];
+        const std::span<const SlicePart> parts = last && last_product ? next.parts() : slice.parts();
+        const std::int64_t panel = last ? 0 : p + na;
         WeightsAhead rest;
-        WeightsAhead ahead =
-            PieceAhead(args, *products[last ? (i + 1) % count : i], last && last_product ? next.parts() : slice.parts(),
-                       last ? 0 : p + na, Cell::kMaxA, columns_ahead);
+        WeightsAhead ahead = parts.empty() ? PieceOfNextCall(args.prefetch, Cell::kMaxA, columns_ahead)
+                                           : PieceOf(parts[0], args, next_product, panel, Cell::kMaxA, columns_ahead);
+        // An adapter's tiles come from where another thread packed them.
+        if (parts.size() > 1) rest = PieceOf(parts[1], args, next_product, panel, Cell::kMaxA, columns_ahead);
         if (once) {
           ahead.of_page = kOfPageOnce;
           const SlicePart& part = slice.parts()[0];

@@ -156,6 +156,17 @@ inline RunAhead NextTransposed(const DirectGemmArgs& args, std::span<const Slice
   return {tile, tile + Least(2, weights->panels - first) * Least(kSuperblock, weights->columns - column) * kTileElements};
 }
 
+/// The tiles of adapters, which end a contraction: they come from where another thread packed them.
+inline void PrefetchRests(const DirectGemmArgs& args, std::int64_t panel, int panels) {
+  for (const GemmSegment& segment : args.segments.subspan(1)) {
+    const TileMatrix& weights = segment.weights;
+    if (weights.data == nullptr || weights.columns > 2) continue;
+    for (int p = 0; p < panels; ++p) {
+      for (std::int64_t k = 0; k < weights.columns; ++k) PrefetchTile(weights.Tile(args.first_panel + panel + p, k));
+    }
+  }
+}
+
 template <class Product>
 void DirectInRegisters(const DirectGemmArgs& args) {
   static_assert(Product::kMostStored <= kMostStoredRows);
@@ -171,6 +182,7 @@ void DirectInRegisters(const DirectGemmArgs& args) {
     const int panels = Least(2, args.panels - panel);
     const SumsOfPair sums_of_pair(args, panel);
     if (args.accumulate) sums_of_pair.Load(sums);
+    PrefetchRests(args, panel, panels);
     bool accumulate = args.accumulate;
     for (DirectSlices slice(args.segments, TransposedSlice::kTiles), next = slice; !slice.done();
          slice = next, accumulate = true) {

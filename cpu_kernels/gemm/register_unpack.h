@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <type_traits>
 
 #include "cpu_kernels/gemm/cell.h"
@@ -49,25 +50,35 @@ MOESAIC_INLINE void WidenRows(const BFloat16* from, std::int64_t rows, float* to
 /// Floats from one widened row of activations to the next: two superblocks of the contraction.
 inline constexpr std::int64_t kWidenedPitch = 2 * kSuperblock * kPanelRows;
 
-/// Up to two superblocks of stored tiles down a column, and the activations that meet them.
+/// Stored tiles down a column at a constant distance, at most a superblock of them, and the activations that meet them.
 template <class Left>
-struct RegisterRun {
+struct RegisterPart {
   const BFloat16* tiles;
-  const BFloat16* tiles_below;  ///< in the second superblock, if there is one
   std::int64_t stride, length;
-  const Left* left;             ///< tiles, or rows that are widened
-  std::int64_t left_stride;     ///< from one pair of tiles to the next
-  const BFloat16* ahead;        ///< lines to be prefetched beside the first tile
-  const BFloat16* ahead_below;  ///< beside the first one of the second superblock
-  std::int64_t lines;           ///< beside each tile, where a column is taken at a time
-  std::int64_t ahead_stride;    ///< from those beside one tile to those beside the next
+  const Left* left;          ///< tiles, or rows that are widened
+  std::int64_t left_stride;  ///< from one pair of tiles to the next
+  const BFloat16* ahead;     ///< lines to be prefetched beside the first tile
+  std::int64_t lines;        ///< beside each tile, where a column is taken at a time
 
-  BFloat16* const* rows;  ///< with the last tiles: where the sums go, rounded, from element `out` on (UnpackGemmArgs); or null
-  std::int64_t out;
-
+  /// From the activations of tile n to those of the next one.
   std::int64_t LeftStep(std::int64_t n) const {
     return std::is_same_v<Left, float> || n % 2 == 0 ? kPanelRows : left_stride - kPanelRows;
   }
+};
+
+/// Segments of few panels, an adapter's, that join the last tiles of the segment before them: for themselves they would take
+/// all sums from C once more.
+inline constexpr std::size_t kMostRests = 2;
+
+/// What is added up in registers: up to two superblocks, and rests.
+template <class Left>
+struct RegisterRun {
+  RegisterPart<Left> parts[2 + kMostRests];
+  int count;
+  std::int64_t ahead_stride;  ///< from the lines beside one tile to those beside the next
+
+  BFloat16* const* rows;  ///< with the last tiles: where the sums go, rounded, from element `out` on (UnpackGemmArgs); or null
+  std::int64_t out;
 };
 
 template <int kRows, int kVectors>
@@ -154,19 +165,18 @@ template <class Product, int kRows>
                                       bool accumulate) {
   F32x16 sum[kRows][2] = {};
   if (accumulate) LoadSums(c, ldc, sum);
-  const typename Product::Left* left = run.left;
-  const BFloat16 *tile = run.tiles, *ahead = run.ahead;
-  for (std::int64_t n = 0; n < run.length; ++n, tile += run.stride, ahead += run.ahead_stride) {
-    if (n == kSuperblock) {
-      tile = run.tiles_below;
-      ahead = run.ahead_below;
+  for (int i = 0; i < run.count; ++i) {
+    const RegisterPart<typename Product::Left>& part = run.parts[i];
+    const typename Product::Left* left = part.left;
+    const BFloat16 *tile = part.tiles, *ahead = part.ahead;
+    for (std::int64_t n = 0; n < part.length; ++n, tile += part.stride, ahead += run.ahead_stride) {
+      // A few at a time: of many at once some get lost.
+      MultiplyTile<Product, kRows>(tile, left, sum, [&](int p) {
+        if (p < part.lines) __builtin_prefetch(ahead + p * kTileColumns, 0, Product::kUnpackFetchedTo);
+        if (p + 8 < part.lines) __builtin_prefetch(ahead + (p + 8) * kTileColumns, 0, Product::kUnpackFetchedTo);
+      });
+      left += part.LeftStep(n);
     }
-    // A few at a time: of many at once some get lost.
-    MultiplyTile<Product, kRows>(tile, left, sum, [&](int p) {
-      if (p < run.lines) __builtin_prefetch(ahead + p * kTileColumns, 0, Product::kUnpackFetchedTo);
-      if (p + 8 < run.lines) __builtin_prefetch(ahead + (p + 8) * kTileColumns, 0, Product::kUnpackFetchedTo);
-    });
-    left += run.LeftStep(n);
   }
   KeepSums(sum, run, true, 0, c, ldc);
 }
@@ -177,9 +187,10 @@ template <class Product, int kRows>
                                        bool accumulate) {
   constexpr int kEvery = kRows <= kRowsFetchedAhead ? Product::kLinesFetchedAhead : 1;
   static_assert(kEvery == 1 || kEvery == 4);
-  const typename Product::Left* left = run.left;
-  for (std::int64_t n = 0; n < run.length; ++n, accumulate = true) {
-    const BFloat16 *tile = run.tiles + n * run.stride, *ahead = run.ahead + n * run.ahead_stride;
+  const RegisterPart<typename Product::Left>& part = run.parts[0];
+  const typename Product::Left* left = part.left;
+  for (std::int64_t n = 0; n < part.length; ++n, accumulate = true) {
+    const BFloat16 *tile = part.tiles + n * part.stride, *ahead = part.ahead + n * run.ahead_stride;
     for (int j = 0; j < columns; ++j, tile += kTileElements, ahead += kTileElements) {
       if constexpr (kEvery > 1) {
         for (int i = 0; i < kPanelRows; i += kEvery) __builtin_prefetch(ahead + i * kTileColumns, 0, Product::kUnpackFetchedTo);
@@ -191,9 +202,9 @@ template <class Product, int kRows>
           for (int i = 0; i < 2; ++i) __builtin_prefetch(ahead + (2 * p + i) * kTileColumns, 0, Product::kUnpackFetchedTo);
         }
       });
-      KeepSums(sum, run, n + 1 == run.length, j, c, ldc);
+      KeepSums(sum, run, n + 1 == part.length, j, c, ldc);
     }
-    left += run.LeftStep(n);
+    left += part.LeftStep(n);
   }
 }
 
@@ -216,11 +227,13 @@ void MultiplyInOrder(std::int64_t rows, const RegisterRun<typename Product::Left
   MultiplyInOrder<Product, kRows>(run, columns, c, ldc, accumulate);
 }
 
-/// A part of a superblock, or of two, `columns` from `column` on and `length` panels from `panel` on, times all rows.
+/// A part of a superblock, or of two, `columns` from `column` on and `length` panels from `panel` on, times all rows; and all
+/// panels of the `rests` segments behind it.
 struct RegisterBlock {
   const GemmSegment* segment;
   std::int64_t panel, length, column;
   int columns;
+  std::size_t rests;
 };
 
 /// Rows of activations as a block's products take them: bf16 where they lie,
@@ -230,14 +243,17 @@ class LeftRows {
   static constexpr std::int64_t kPitch = kTileColumns;
 
   LeftRows(const TileMatrix& activations, std::int64_t first_panel, const RegisterBlock& block)
-      : rows_(activations.Tile(first_panel, block.panel / 2)) {}
+      : rows_(activations.Tile(first_panel, block.panel / 2)), stride_(activations.column_stride * kTileElements) {}
 
   /// Rows that are taken at a time, at most.
   std::int64_t Most(std::int64_t rows) const { return rows; }
   const BFloat16* From(std::int64_t row, std::int64_t) const { return rows_ + row * kTileColumns; }
+  /// From a row of the block's first superblock to the same of its second one.
+  std::int64_t Below() const { return kSuperblock / 2 * stride_; }
 
  private:
   const BFloat16* rows_;
+  std::int64_t stride_;
 };
 
 /// or widened, once for all columns of the block.
@@ -259,6 +275,7 @@ class LeftRows<float> {
     }
     return rows_;
   }
+  std::int64_t Below() const { return kSuperblock * kPanelRows; }
 
  private:
   static constexpr std::int64_t kMost = 8 * kRowsInRegisters;
@@ -271,6 +288,27 @@ class LeftRows<float> {
 /// Whether a segment is worth prefetching, not an adapter's few panels.
 inline bool IsLong(const TileMatrix& weights) {
   return weights.data != nullptr && !weights.repeats && weights.panels >= kSuperblock;
+}
+
+/// Whether rests join the block before them. (Rows that are widened have no room for them.)
+template <class Product>
+constexpr bool JoinsRests() {
+  return std::is_same_v<typename Product::Left, BFloat16>;
+}
+
+/// Segments at the end that are rests.
+inline std::size_t RestsOf(std::span<const GemmSegment> segments) {
+  std::size_t count = 0;
+  for (; count < kMostRests && count + 1 < segments.size(); ++count) {
+    const TileMatrix& weights = segments[segments.size() - 1 - count].weights;
+    if (weights.data == nullptr || (!weights.repeats && weights.panels > kSuperblock)) break;
+  }
+  return count;
+}
+
+/// Of tiles that another thread has packed.
+inline void PrefetchTile(const BFloat16* tile) {
+  for (int i = 0; i < kPanelRows; ++i) __builtin_prefetch(tile + i * kTileColumns);
 }
 
 /// What is read after a block: down a column of a superblock, and of the one below it (or the same, where there is none).
@@ -307,27 +345,34 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
   LeftRows<typename Product::Left> left_rows(x, args.first_panel, block);
   RegisterRun<typename Product::Left> run{};
   run.out = block.column * kTileColumns;
-  run.tiles = decoded;
-  run.tiles_below = decoded + kSuperblock * kTileElements;
-  run.stride = kTileElements;
-  if (weights.codec == nullptr) {
-    const TileRun tiles = weights.RunDownColumn(block.panel, block.column);
-    run.tiles = tiles.data;
-    run.stride = tiles.stride;
-  }
-  run.length = block.length;
-  run.left_stride = x.column_stride * kTileElements;
-  run.ahead = ahead.first.data;
-  run.ahead_below = ahead.second.data;
   run.ahead_stride = ahead.first.stride;
+  const BFloat16* const aheads[] = {ahead.first.data, ahead.second.data};
+  for (std::int64_t panel = 0; panel < block.length; panel += kSuperblock) {
+    TileRun tiles{decoded + panel * kTileElements, kTileElements, 0};
+    if (weights.codec == nullptr) tiles = weights.RunDownColumn(block.panel + panel, block.column);
+    auto& part = run.parts[run.count];
+    part.tiles = tiles.data;
+    part.stride = tiles.stride;
+    part.length = Least(kSuperblock, block.length - panel);
+    part.left_stride = x.column_stride * kTileElements;
+    part.ahead = aheads[run.count++];
+  }
   if (rows <= Product::kRowsInOrder && weights.codec == nullptr && weights.column_stride == 0) {
     if (ahead.first.data == nullptr) {  // what is there already
-      run.ahead = run.tiles;
-      run.ahead_stride = run.stride;
+      run.parts[0].ahead = run.parts[0].tiles;
+      run.ahead_stride = run.parts[0].stride;
     }
-    run.left = left_rows.From(first, rows);
+    run.parts[0].left = left_rows.From(first, rows);
     run.rows = out;
     return MultiplyInOrder<Product>(rows, run, block.columns, c, ldc, accumulate);
+  }
+  const int superblocks = run.count;
+  for (std::size_t i = 1; i <= block.rests; ++i) {
+    const auto& [rest, activations] = block.segment[i];
+    auto& part = run.parts[run.count++];
+    part.stride = rest.RunDownColumn(0, block.column).stride;
+    part.length = rest.panels;
+    part.left_stride = activations.column_stride * kTileElements;
   }
   // Whole superblocks follow: 64 KB in their order. Else tile by tile, as far as this block has tiles beside them.
   const bool in_order = rows > Product::kRowsInSuperblock && ahead.first.stride == block.columns * kTileElements;
@@ -337,7 +382,7 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
     const std::int64_t count = part_end - begin, groups = CeilDiv(count, kRowsInRegisters);
     const typename Product::Left* const left = left_rows.From(first + begin, count);
     const bool fetches = part == 0 && ahead.first.data != nullptr;
-    run.lines = 0;
+    for (int i = 0; i < superblocks; ++i) run.parts[i].lines = 0;
     for (int j = 0; j < block.columns; ++j) {
       run.out = (block.column + j) * kTileColumns;
       if (weights.codec != nullptr) {
@@ -345,28 +390,38 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
           weights.codec->decode(weights, block.panel + p, block.column + j, 1, decoded + p * kTileElements);
         }
       } else {
-        run.tiles = weights.Tile(block.panel, block.column + j);
-        if (block.length > kSuperblock) run.tiles_below = weights.Tile(block.panel + kSuperblock, block.column + j);
+        for (int i = 0; i < superblocks; ++i) {
+          run.parts[i].tiles = weights.Tile(block.panel + i * kSuperblock, block.column + j);
+        }
+      }
+      for (std::size_t i = 1; i <= block.rests; ++i) {
+        const TileMatrix& rest = block.segment[i].weights;
+        run.parts[superblocks + i - 1].tiles = rest.Tile(0, block.column + j);
+        if (block.column + j + 1 < rest.columns) PrefetchTile(rest.Tile(0, block.column + j + 1));
       }
       for (std::int64_t g = 0, row = 0, end; g < groups; ++g, row = end) {
         end = (g + 1) * count / groups;
-        run.left = left + row * left_rows.kPitch;
+        for (int i = 0; i < superblocks; ++i) run.parts[i].left = left + row * left_rows.kPitch + i * left_rows.Below();
+        if constexpr (JoinsRests<Product>()) {
+          for (std::size_t i = 1; i <= block.rests; ++i) {
+            run.parts[superblocks + i - 1].left =
+                block.segment[i].activations.Tile(args.first_panel, 0) + (first + begin + row) * kTileColumns;
+          }
+        }
         if (out != nullptr) run.rows = out + begin + row;
         if (fetches) {
-          const std::int64_t line = g * kPanelRows / groups;
-          run.lines = (g + 1) * kPanelRows / groups - line;
-          if (in_order) {
-            run.ahead_stride = run.lines * kTileColumns;
-          } else {
-            run.ahead = ahead.first.data + j * kTileElements + line * kTileColumns;
-            run.ahead_below = ahead.second.data + j * kTileElements + line * kTileColumns;
+          const std::int64_t line = g * kPanelRows / groups, lines = (g + 1) * kPanelRows / groups - line;
+          if (in_order) run.ahead_stride = lines * kTileColumns;
+          for (int i = 0; i < superblocks; ++i) {
+            run.parts[i].lines = lines;
+            if (!in_order) run.parts[i].ahead = aheads[i] + j * kTileElements + line * kTileColumns;
           }
         }
         MultiplyColumn<Product>(end - row, run, c + (begin + row) * ldc + j * kTileColumns, ldc, accumulate);
         if (fetches && in_order) {
-          const std::int64_t of_superblock = run.lines * Least(block.length, kSuperblock) * kTileColumns;
-          run.ahead += of_superblock;
-          run.ahead_below += of_superblock;
+          for (int i = 0; i < superblocks; ++i) {
+            run.parts[i].ahead += run.parts[i].lines * Least(block.length, kSuperblock) * kTileColumns;
+          }
         }
       }
     }
@@ -382,12 +437,14 @@ void MultiplySuperblocks(const UnpackGemmArgs& args, std::int64_t n, int columns
   bool accumulate = args.rows == nullptr && args.accumulate;
   // Two at a time, and the sums go to C and back half as often: 2 to 3% faster with 24 to 352 rows on Zen 4.
   const std::int64_t superblocks = rows > Product::kRowsInSuperblock ? 2 : 1;
-  for (std::size_t s = 0; s < args.segments.size(); ++s) {
+  const std::size_t rests = JoinsRests<Product>() && rows > Product::kRowsInOrder ? RestsOf(args.segments) : 0;
+  const std::size_t segments = args.segments.size() - rests;
+  for (std::size_t s = 0; s < segments; ++s) {
     const GemmSegment& segment = args.segments[s];
     for (std::int64_t panel = 0, end; panel < segment.weights.panels; panel = end) {
       end = panel + Least(superblocks * kSuperblock, segment.weights.panels - panel);
-      const RegisterBlock block{&segment, panel, end - panel, column, columns};
-      const bool last = s + 1 == args.segments.size() && end == segment.weights.panels;
+      const bool last = s + 1 == segments && end == segment.weights.panels;
+      const RegisterBlock block{&segment, panel, end - panel, column, columns, last ? rests : 0};
       MultiplyBlock<Product>(args, block, BlockAhead(args, s, end, column, column + columns), first, rows, c, ldc, accumulate,
                              last && args.rows != nullptr ? args.rows + first : nullptr);
       accumulate = true;
