@@ -111,7 +111,7 @@ struct PackRowsArgs {
   const void* const* rows = nullptr;  ///< `count` pointers to `columns` contiguous values; null pointer: a row of zeros
   DType dtype = DType::kFloat32;      ///< fp32 or bf16
   std::int64_t count = 0;
-  std::int64_t rows_ahead = 0;  ///< pointers behind those: rows that are packed next, and fetched meanwhile
+  const void* next = nullptr;  ///< the row that a next call begins with: weights fetch it meanwhile
   std::int64_t columns = 0;
   bool repeat = false;                  ///< columns 16 to 31 are columns 0 to 15 again; `columns` is at most 16 then
   const float* row_scale = nullptr;     ///< [count]; null: 1

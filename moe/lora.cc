@@ -184,10 +184,9 @@ std::int64_t LoraCall::strips(LoraMatrix m) const {
 }
 
 LoraCall::Share LoraCall::ShareOf(LoraMatrix m, std::int64_t experts, std::int64_t elements) const {
-  const std::int64_t of_expert = RankOf(m) * FeaturesOf(m), all = strips(m);
-  if (all == 0) return {experts, 1};
-  if (LiesByExpert(pieces_[m]) && elements >= of_expert) return {std::min(elements / of_expert, experts), all};
-  return {experts, std::clamp<std::int64_t>(elements * all / (of_expert * experts), 1, all)};
+  const std::int64_t of_expert = std::max<std::int64_t>(1, RankOf(m) * FeaturesOf(m));
+  if (LiesByExpert(pieces_[m])) experts = std::clamp<std::int64_t>(elements / of_expert, 1, experts);
+  return {experts, std::max<std::int64_t>(1, std::min(elements * strips(m) / (of_expert * experts), strips(m)))};
 }
 
 std::int64_t LoraCall::parameters() const {

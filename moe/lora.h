@@ -18,7 +18,7 @@
 //
 // The parameters are read anew in every call, in any strides. PEFT keeps B rank-major, with the experts innermost: neighbouring
 // experts share cache lines. So adapters are packed, and gradients written, for a group of up to 16 experts at a time, along
-// whatever lies side by side in memory (lora_copy.cc).
+// whatever lies side by side in memory (lora_copy.cc); where that belongs to one expert, expert by expert.
 #pragma once
 
 #include <array>
@@ -106,8 +106,8 @@ class LoraCall {
   struct Share {
     std::int64_t experts, strips;
   };
-  /// A share of so many elements, or what comes nearest. Where each expert's numbers lie by themselves it is of whole matrices:
-  /// memory comes the faster the longer it is read in its order.
+  /// So many elements of it, or what comes nearest. Where each expert's numbers lie by themselves that is of as few experts as
+  /// will do, for memory comes the faster the longer it is read in its order; else strips of all of them.
   Share ShareOf(LoraMatrix m, std::int64_t experts, std::int64_t elements) const;
   /// Elements of one expert's matrices, without padding.
   std::int64_t parameters() const;
@@ -154,6 +154,7 @@ class LoraCall {
   Axis AxisOf(const Piece& piece) const;
   /// The axis along which all parameters of a matrix can be packed.
   Axis PackingAxis(const Pieces& pieces) const;
+  /// Whether no cache line of a parameter or gradient belongs to several experts.
   bool LiesByExpert(const Pieces& pieces) const;
 
   /// Panels and tile columns of a matrix.

@@ -81,10 +81,7 @@ LoraCall::Axis LoraCall::PackingAxis(const Pieces& pieces) const {
 }
 
 bool LoraCall::LiesByExpert(const Pieces& pieces) const {
-  const auto lies = [this](const Piece& piece) {
-    const Axis axis = AxisOf(piece);
-    return axis == Axis::kColumns || axis == Axis::kRows;
-  };
+  const auto lies = [this](const Piece& piece) { return AxisOf(piece) == Axis::kColumns || AxisOf(piece) == Axis::kRows; };
   return std::all_of(pieces.parameters.begin(), pieces.parameters.end(), lies) &&
          std::all_of(pieces.gradients.begin(), pieces.gradients.end(), lies);
 }
@@ -119,43 +116,33 @@ void LoraCall::Pack(LoraMatrix m, const Strips& strips, std::int64_t first_exper
 
 void LoraCall::PackAlongRows(const PackCall& call) const {
   const Pieces& pieces = pieces_[call.m];
-  const void* rows[2 * kPanelRows];
+  const void* rows[kPanelRows];
   PackRowsArgs args;
   args.rows = rows;
   args.dtype = pieces.parameters.front().dtype;
-  args.count = args.rows_ahead = kPanelRows;
+  args.count = kPanelRows;
   args.columns = pieces.parameters.front().columns;
   args.repeat = call.repeat;
   args.panels = 1;
   args.first_column = call.tiles.first_column;
   args.tile_columns = call.tiles.end_column - call.tiles.first_column;
-  const auto find_rows = [&pieces](std::size_t expert, std::int64_t panel, const void** to) {
-    const std::int64_t first = panel * kPanelRows;
-    std::fill(to, to + kPanelRows, nullptr);
+  const auto row_of = [&pieces](std::int64_t expert, std::int64_t i) -> const void* {
     for (const Piece& piece : pieces.parameters) {
-      const std::int64_t end = std::min(first + kPanelRows, piece.row + piece.rows);
-      for (std::int64_t i = std::max(first, piece.row); i < end; ++i) {
-        to[i - first] = piece.At(static_cast<std::int64_t>(expert), i, 0);
-      }
+      if (i >= piece.row && i < piece.row + piece.rows) return piece.At(expert, i, 0);
     }
-  };
-  const auto next_with_rows = [&call](std::size_t x) {
-    while (x < call.targets.size() && call.targets[x].matrix[call.m].data == nullptr) ++x;
-    return x;
+    return nullptr;
   };
   const std::int64_t first_panel = call.tiles.first_panel, end_panel = call.tiles.end_panel;
-  for (std::size_t x = next_with_rows(0), next; x < call.targets.size(); x = next) {
-    next = next_with_rows(x + 1);
+  for (std::size_t x = 0; x < call.targets.size(); ++x) {
     args.stored = call.targets[x].matrix[call.m];
+    if (args.stored.data == nullptr) continue;
+    const std::int64_t expert = call.first_expert + static_cast<std::int64_t>(x);
+    const bool is_last = x + 1 == call.targets.size();
     for (args.first_panel = first_panel; args.first_panel < end_panel; ++args.first_panel) {
-      find_rows(call.first_expert + x, args.first_panel, rows);
-      if (args.first_panel + 1 < end_panel) {
-        find_rows(call.first_expert + x, args.first_panel + 1, rows + kPanelRows);
-      } else if (next < call.targets.size()) {
-        find_rows(call.first_expert + next, first_panel, rows + kPanelRows);
-      } else {
-        args.rows_ahead = 0;
-      }
+      for (std::int64_t i = 0; i < kPanelRows; ++i) rows[i] = row_of(expert, args.first_panel * kPanelRows + i);
+      args.next = args.first_panel + 1 < end_panel ? row_of(expert, (args.first_panel + 1) * kPanelRows)
+                  : is_last                        ? nullptr
+                                                   : row_of(expert + 1, first_panel * kPanelRows);
       ChosenKernels().pack_rows(args);
     }
   }

@@ -267,8 +267,8 @@ Pass::LoraPart Pass::LoraPartOf(std::int64_t index) const {
   const LoraCall::Share share = ShareOf(call, m);
   const std::int64_t part = TaskIndex::Part(index) / kNumLoraMatrices, parts = CeilDiv(call.strips(m), share.strips);
   const std::int64_t strip = part % parts * share.strips, of_group = part / parts * share.experts;
-  const std::int64_t first = groups[group].first_expert + of_group;
-  const std::int64_t count = std::min({share.experts, lora_group_ - of_group, config.num_experts - first});
+  const std::int64_t first = groups[group].first_expert + of_group,
+                     count = std::min(share.experts, ExpertsOf(group) - of_group);
   return {m, shard, {strip, std::min(strip + share.strips, call.strips(m))}, first, LoraOfExperts(shard, first, count)};
 }
 
@@ -301,8 +301,7 @@ Pass::Tasks Pass::AddLoraTasks(TaskFunction function, std::int64_t group, std::i
     const auto m = static_cast<LoraMatrix>(i);
     if (function == WriteTask && (!lora.wants(m) || (IsInEveryShard(m) && shard > 0))) continue;
     const LoraCall::Share share = ShareOf(call, m);
-    const std::int64_t experts = std::min(lora_group_, config.num_experts - groups[group].first_expert);
-    const std::int64_t parts = CeilDiv(experts, share.experts) * CeilDiv(call.strips(m), share.strips);
+    const std::int64_t parts = CeilDiv(ExpertsOf(group), share.experts) * CeilDiv(call.strips(m), share.strips);
     for (std::int64_t part = 0; part < parts; ++part) {
       const std::int64_t code = TaskIndex::Encode(index, part * kNumLoraMatrices + m);
       const TaskId task = AddOfShard(function, code, shard, TaskGraph::Start::kNext);

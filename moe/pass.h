@@ -209,6 +209,9 @@ class Pass {
   static void EndJob(void* pass, std::int64_t job, int worker);
   /// Adds the tasks that pack the adapters of a group for a shard, or write their gradients: a share of one matrix each.
   Tasks AddLoraTasks(TaskFunction function, std::int64_t group, std::int64_t shard, TaskId after);
+  std::int64_t ExpertsOf(std::int64_t group) const {
+    return std::min(lora_group_, config.num_experts - groups[group].first_expert);
+  }
   LoraCall::Share ShareOf(const LoraCall& call, LoraMatrix m) const {
     return call.ShareOf(m, std::min(lora_group_, config.num_experts), lora_task_elements_);
   }

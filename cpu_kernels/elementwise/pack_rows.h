@@ -149,12 +149,11 @@ inline constexpr std::int64_t kTargetsAhead = 8;
 template <typename T>
 class PlainRows {
  public:
-  /// @param count  of args.rows that there are
-  PlainRows(const PackRowsArgs& args, std::int64_t panel, std::int64_t count) {
+  PlainRows(const PackRowsArgs& args, std::int64_t panel) {
     alignas(64) static constexpr T kZeros[kTileColumns] = {};
     for (std::int64_t i = 0; i < kPanelRows; ++i) {
       const std::int64_t row = panel * kPanelRows + i;
-      const void* source = row < count ? args.rows[row] : nullptr;
+      const void* source = row < args.count ? args.rows[row] : nullptr;
       rows_[i] = source != nullptr ? static_cast<const T*>(source) : kZeros;
       follows_[i] = source != nullptr ? -1 : 0;
     }
@@ -214,8 +213,8 @@ MOESAIC_INLINE void StoreTileRow(const float* from, BFloat16* out) {
 }
 
 /// The whole tiles of a panel of weights, one row after the other: in the order of memory, the next row fetched meanwhile.
-/// Returns the tile column behind them. (Of an adapter of 128 experts, 16 rows of 2,048 each, one Zen 5 thread: 0.45 to 0.5
-/// ms, and 0.7 to 0.9 tile after tile. Activations, whose tiles of a row may lie 4 KB apart, take a quarter longer.)
+/// Returns the tile column behind them. (An adapter's A of 128 experts, 16 rows of 2,048 each, one Zen 5 thread: 0.45 to 0.9
+/// ms, and 0.7 to 1.3 tile after tile. Activations, whose tiles of a row may lie 4 KB apart, take a quarter longer this way.)
 template <typename T>
 inline std::int64_t PackPanelOfWeights(const PackRowsArgs& args, std::int64_t panel) {
   alignas(64) static constexpr T kZeros[kTileColumns] = {};
@@ -226,7 +225,7 @@ inline std::int64_t PackPanelOfWeights(const PackRowsArgs& args, std::int64_t pa
   for (std::int64_t i = 0; i < kPanelRows; ++i) {
     const std::int64_t row = panel * kPanelRows + i;
     const void* source = row < args.count ? args.rows[row] : nullptr;
-    const void* next = row + 1 < args.count + args.rows_ahead ? args.rows[row + 1] : nullptr;
+    const void* next = row + 1 < args.count ? args.rows[row + 1] : args.next;
     const T* from = source != nullptr ? static_cast<const T*>(source) + first * kTileColumns : kZeros;
     const T* ahead = next != nullptr ? static_cast<const T*>(next) + first * kTileColumns : from;
     const std::int64_t step = source != nullptr ? kTileColumns : 0, ahead_step = next != nullptr ? kTileColumns : step;
@@ -251,9 +250,7 @@ inline std::int64_t PackPlainPanel(const PackRowsArgs& args, std::int64_t panel)
   if (count <= 0) return first;
   // So many tiles ahead are so many panels and columns, or one panel more and fewer columns.
   const std::int64_t panels_ahead = kPrefetchTiles / count, columns_ahead = kPrefetchTiles % count;
-  const std::int64_t all = args.count + args.rows_ahead;
-  const PlainRows<T> now(args, panel, args.count), ahead(args, panel + panels_ahead, all),
-      further(args, panel + panels_ahead + 1, all);
+  const PlainRows<T> now(args, panel), ahead(args, panel + panels_ahead), further(args, panel + panels_ahead + 1);
   for (std::int64_t k = 0; k < count; ++k) {
     if (k + columns_ahead < count) {
       ahead.Prefetch(first + k + columns_ahead);

@@ -171,14 +171,15 @@ void DirectGemm(const DirectGemmArgs& args) {
         WeightsAhead rest;
         WeightsAhead ahead = parts.empty() ? PieceOfNextCall(args.prefetch, Cell::kMaxA, columns_ahead)
                                            : PieceOf(parts[0], args, next_product, panel, Cell::kMaxA, columns_ahead);
-        // An adapter's tiles come from where another thread packed them.
-        if (parts.size() > 1) rest = PieceOf(parts[1], args, next_product, panel, Cell::kMaxA, columns_ahead);
         if (once) {
           ahead.of_page = kOfPageOnce;
           const SlicePart& part = slice.parts()[0];
           rest = {&product.segments[part.segment].weights, args.first_panel + p, na, part.begin + kSuperblock,
                   part.end - part.begin - kSuperblock,     kOfPageOnce};
           if (rest.columns < 0) rest.columns = 0;
+        } else if (parts.size() > 1) {
+          // An adapter's tiles, from where another thread packed them.
+          rest = PieceOf(parts[1], args, next_product, panel, Cell::kMaxA, columns_ahead);
         }
         prefetcher.Aim(rest, ahead, others.Next(), slice.size() * passes);
         DirectRuns group(product, slice.parts(), args.first_panel + p, na, nb_most, args.scratch);

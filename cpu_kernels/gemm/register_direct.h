@@ -156,7 +156,7 @@ inline RunAhead NextTransposed(const DirectGemmArgs& args, std::span<const Slice
   return {tile, tile + Least(2, weights->panels - first) * Least(kSuperblock, weights->columns - column) * kTileElements};
 }
 
-/// The tiles of adapters, which end a contraction: they come from where another thread packed them.
+/// The tiles of adapters of a few ranks, which end a contraction: they come from where another thread packed them.
 inline void PrefetchRests(const DirectGemmArgs& args, std::int64_t panel, int panels) {
   for (const GemmSegment& segment : args.segments.subspan(1)) {
     const TileMatrix& weights = segment.weights;

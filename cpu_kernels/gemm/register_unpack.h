@@ -6,7 +6,8 @@
 // products.
 //
 // Weights are taken superblock by superblock, or two below each other, down 8 tile columns at a time: so they come from memory
-// in runs of 64 KB, the next ones while these are multiplied, and the sums of those columns wait in C meanwhile.
+// in runs of 64 KB, the next ones while these are multiplied, and the sums of those columns wait in C meanwhile. An adapter's
+// few panels join the last of them.
 #pragma once
 
 #include <cstdint>
@@ -301,7 +302,7 @@ inline std::size_t RestsOf(std::span<const GemmSegment> segments) {
   std::size_t count = 0;
   for (; count < kMostRests && count + 1 < segments.size(); ++count) {
     const TileMatrix& weights = segments[segments.size() - 1 - count].weights;
-    if (weights.data == nullptr || (!weights.repeats && weights.panels > kSuperblock)) break;
+    if (weights.data == nullptr || IsLong(weights)) break;
   }
   return count;
 }
@@ -362,6 +363,7 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
       run.parts[0].ahead = run.parts[0].tiles;
       run.ahead_stride = run.parts[0].stride;
     }
+    static_assert(Product::kRowsInOrder <= Product::kRowsInSuperblock, "one part");
     run.parts[0].left = left_rows.From(first, rows);
     run.rows = out;
     return MultiplyInOrder<Product>(rows, run, block.columns, c, ldc, accumulate);
@@ -372,6 +374,7 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
     auto& part = run.parts[run.count++];
     part.stride = rest.RunDownColumn(0, block.column).stride;
     part.length = rest.panels;
+    part.ahead = rest.data;  // no lines of it
     part.left_stride = activations.column_stride * kTileElements;
   }
   // Whole superblocks follow: 64 KB in their order. Else tile by tile, as far as this block has tiles beside them.
@@ -397,7 +400,9 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
       for (std::size_t i = 1; i <= block.rests; ++i) {
         const TileMatrix& rest = block.segment[i].weights;
         run.parts[superblocks + i - 1].tiles = rest.Tile(0, block.column + j);
-        if (block.column + j + 1 < rest.columns) PrefetchTile(rest.Tile(0, block.column + j + 1));
+        for (std::int64_t p = 0; p < (rest.repeats ? 1 : rest.panels) && block.column + j + 1 < rest.columns; ++p) {
+          PrefetchTile(rest.Tile(p, block.column + j + 1));
+        }
       }
       for (std::int64_t g = 0, row = 0, end; g < groups; ++g, row = end) {
         end = (g + 1) * count / groups;

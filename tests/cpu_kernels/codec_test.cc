@@ -185,6 +185,8 @@ TEST_P(CodecTest, UnpackForm) {
     const GemmSegment repeated{TileMatrix::RepeatedPanel(panel.matrix().data, 5, 301), z.matrix()},
         whole{all.matrix(), z.matrix()};
     EXPECT_EQ(Unpacked(*tier_, {&repeated, 1}, 0, panels), Unpacked(*tier_, {&whole, 1}, 0, panels));
+    const GemmSegment before{first.plain(), x.matrix()}, rest[] = {before, repeated}, full[] = {before, whole};
+    EXPECT_EQ(Unpacked(*tier_, rest, 0, panels), Unpacked(*tier_, full, 0, panels));
   }
   // One product alone.
   const GemmSegment plain{second.plain(), y.matrix()}, compressed{second.compressed(), y.matrix()};

@@ -194,8 +194,7 @@ TEST_P(PackRowsTest, AllOrdersAndScales) {
   }
 }
 
-// Of weights, panel by panel, on rows that are there, missing or behind `count`: as beside another order, which takes another
-// way.
+// Of weights, panel by panel, on rows that are there, missing or `next`: as beside another order, which takes another way.
 TEST_P(PackRowsTest, WeightsRowByRow) {
   std::mt19937_64 random(3);
   std::normal_distribution<float> normal;
@@ -218,7 +217,7 @@ TEST_P(PackRowsTest, WeightsRowByRow) {
       args.rows = rows.data();
       args.dtype = dtype;
       args.count = count;
-      args.rows_ahead = alone ? 8 : 0;
+      args.next = alone ? rows[static_cast<std::size_t>(count)] : nullptr;
       args.columns = columns;
       args.stored = (alone ? weights : again).matrix();
       if (!alone) args.operand = operand.matrix();

@@ -89,7 +89,9 @@ ProblemSpec Spec() {
   spec.hidden = 200;
   spec.intermediate = 300;
   spec.skipped = 0.1;
-  spec.adapters = {{.gate_up = 8, .down = 5, .peft_strides = true}, {.gate = 3, .up = 2, .down = 9, .dtype = DType::kBFloat16}};
+  // A of gate and up is more than a task packs of all experts.
+  spec.adapters = {{.gate_up = 64, .down = 5, .peft_strides = true},
+                   {.gate = 3, .up = 2, .down = 9, .dtype = DType::kBFloat16}};
   spec.seed = 5;
   return spec;
 }
