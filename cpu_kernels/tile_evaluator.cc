@@ -70,6 +70,12 @@ std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t pane
   return std::max<std::int64_t>(8, l2_bytes / 4096 / panels / 8 * 8);
 }
 
+std::int64_t GradientColumns(bool matrix_unit, std::int64_t rows, std::int64_t l2_bytes) {
+  const std::int64_t bytes = std::min(kGradientBytes, l2_bytes / (matrix_unit ? 8 : 2));
+  const std::int64_t of_column = 64 * CeilDivide(std::max<std::int64_t>(rows, 1), 32) * 32;
+  return std::clamp<std::int64_t>(bytes / of_column, 4, matrix_unit ? 16 : kMostGradientColumns);
+}
+
 std::int64_t StepBlocks(bool matrix_unit, std::int64_t rows, std::int64_t hidden, std::int64_t l2_bytes) {
   // Every step is timed: four blocks together open a quarter of the ranges.
   std::int64_t bytes = std::int64_t{matrix_unit ? 256 : 64} << 10, most = 4;
@@ -97,9 +103,7 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   blocking.hidden_columns_per_task = ColumnsOfPart(query.hidden, parts);
   blocking.tokens_per_merge = TokensPerMerge(query.tokens, query.threads);
   blocking.blocks_per_step = StepBlocks(query.matrix_unit, query.rows, query.hidden, HostCaches().l2);
-  const std::int64_t gradient_bytes = std::min(kGradientBytes, HostCaches().l2 / 8);
-  blocking.gradient_columns = std::clamp<std::int64_t>(
-      gradient_bytes / (64 * CeilDivide(std::max<std::int64_t>(query.rows, 1), 32) * 32), 4, kMostGradientColumns);
+  blocking.gradient_columns = GradientColumns(query.matrix_unit, query.rows, HostCaches().l2);
   // The longest contraction is that of gate and up, in backward.
   blocking.unpack_depth =
       UnpackSlice(query.matrix_unit, CeilDivide(query.intermediate, 16), CeilDivide(query.rows, 16), HostCaches().l2);

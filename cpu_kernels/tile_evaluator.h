@@ -87,9 +87,14 @@ inline constexpr std::int64_t kMostStepBytes = std::int64_t{512} << 10;
 /// both up to a tenth longer. docs/EXPERIMENTS.md)
 std::int64_t StepBlocks(bool matrix_unit, std::int64_t rows, std::int64_t hidden, std::int64_t l2_bytes);
 
-/// Blocking::gradient_columns, and bytes of their row pairs, at most: an eighth of L2. A row's piece of many columns is fetched
-/// ahead, one of 256 bytes hardly: with 64 rows and 4 columns packing took three times as long, with 256 rows twice.
-inline constexpr std::int64_t kMostGradientColumns = 16, kGradientBytes = std::int64_t{256} << 10;
+/// Blocking::gradient_columns, and bytes of their row pairs, at most.
+inline constexpr std::int64_t kMostGradientColumns = 32, kGradientBytes = std::int64_t{512} << 10;
+
+/// Blocking::gradient_columns for jobs of so many rows: as many as have half of L2. A row's piece of many columns is fetched
+/// ahead, one of 256 bytes hardly: with 64 rows and 4 columns packing took three times as long, with 256 rows twice. (Two Zen 5
+/// cores, 1,024 rows an expert, an eighth, a quarter, half of L2: 10.7, 8.2, 6.1 ms of a backward.) Beside a matrix unit, where
+/// two hardware threads may share L2, an eighth, and 16 columns: no more was measured there.
+std::int64_t GradientColumns(bool matrix_unit, std::int64_t rows, std::int64_t l2_bytes);
 
 /// Blocking::unpack_depth for a contraction of so many right tiles with so many panels of activations. A matrix unit takes what
 /// stays in L1 as right factors, where those meet more than one cell's rows. On the tiers portable and onednn a slice's

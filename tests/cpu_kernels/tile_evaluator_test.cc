@@ -86,6 +86,20 @@ TEST(TileEvaluator, StepsAreLongerWhereActivationsPassByOnceMore) {
   }
 }
 
+TEST(TileEvaluator, GradientColumnsFitTheirShareOfL2) {
+  constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+  EXPECT_EQ(GradientColumns(false, 64, kMiB), 32);
+  EXPECT_EQ(GradientColumns(false, 342, kMiB), 23);
+  EXPECT_EQ(GradientColumns(true, 64, 2 * kMiB), 16);
+  EXPECT_EQ(GradientColumns(true, 342, 2 * kMiB), 11);
+  EXPECT_EQ(GradientColumns(false, 384, kMiB / 4), 5);
+  EXPECT_EQ(GradientColumns(true, 384, kMiB / 4), 4);
+  for (std::int64_t rows = 0; rows <= kMaxChunkRows; ++rows) {
+    const std::int64_t columns = GradientColumns(false, rows, 16 * kMiB);
+    EXPECT_TRUE(columns == 4 || 64 * rows * columns <= kGradientBytes) << rows;
+  }
+}
+
 TEST(TileEvaluator, SmallAdaptersAreTasksForAllThreads) {
   EXPECT_EQ(LoraTaskElements(0, 16), 16 * 1024);
   EXPECT_EQ(LoraTaskElements(32 * 16 * 1792, 16), 32 * 16 * 1792 / 48);
