@@ -154,7 +154,7 @@ class LoraCall {
   Axis AxisOf(const Piece& piece) const;
   /// The axis along which all parameters of a matrix can be packed.
   Axis PackingAxis(const Pieces& pieces) const;
-  /// Whether no cache line of a parameter or gradient belongs to several experts.
+  /// Whether features or ranks lie side by side in all parameters and gradients, not experts.
   bool LiesByExpert(const Pieces& pieces) const;
 
   /// Panels and tile columns of a matrix.
