@@ -73,6 +73,14 @@ TensorView SplitB(const TensorView& fused, std::int64_t experts, const ArgumentN
           {fused.stride[1], fused.stride[0], experts * fused.stride[1]}};
 }
 
+/// Refuses one of PEFT's two matrices where nothing says of how many experts they are. Other wrong shapes are the engine's to
+/// name.
+void ExpectOneOfEachExpert(const TensorView& tensor, const ArgumentName& name, const char* expected) {
+  if (tensor.rank != 2) return;
+  throw std::invalid_argument(name.ToString() + " has shape " + ShapeOf(tensor) + " and its pair has no experts=; expected " +
+                              expected);
+}
+
 /// Adapters as Python hands them over: `tensors` is (a, b, a, b, ...) from `begin` on, and the n-th entry (adapter, field,
 /// scale, experts) of `layout` says what the n-th pair is; experts: 0, or their number where both tensors are PEFT's matrices
 /// of all experts.
@@ -110,6 +118,10 @@ struct LoraArguments {
       const auto at = static_cast<Py_ssize_t>(begin + 2 * n);
       place.a = ViewOf(PyTuple_GET_ITEM(tensors.ptr(), at), place.AName(), kActivationTypes);
       place.b = ViewOf(PyTuple_GET_ITEM(tensors.ptr(), at + 1), place.BName(), kActivationTypes);
+      if (place.experts == 0) {
+        ExpectOneOfEachExpert(place.a, place.AName(), "[E, r, in], or [E * r, in] with experts=E");
+        ExpectOneOfEachExpert(place.b, place.BName(), "[E, out, r], or [out, r * E] with experts=E");
+      }
       adapters[adapter].*place.field->pair = {place.SplitA(place.a), place.SplitB(place.b), entry[2].cast<float>()};
     }
   }

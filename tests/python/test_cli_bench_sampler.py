@@ -52,11 +52,20 @@ def test_unknown_names(option, capsys):
     assert "nonsense" in capsys.readouterr().err
 
 
-def test_archives_of_one_second_do_not_collide(tmp_path):
-    folders = {write_archive(tmp_path / "runs", "x", {"a": 1}, None, "t") for _ in range(3)}
+def test_archives_of_one_second_do_not_collide(in_folder):
+    folders = {write_archive("x", {"a": 1}, None, "t") for _ in range(3)}
     assert len(folders) == 3 and not (next(iter(folders)) / "profile.json").exists()
     with pytest.raises(ValueError, match="name is 'a/b'"):
-        write_archive(tmp_path, "a/b", {}, None, "")
+        write_archive("a/b", {}, None, "")
+
+
+def test_what_cannot_be_kept_is_refused_before_the_run(in_folder, capsys):
+    assert main(["bench", "sampler", *SMALL, "--archive", "a/b"]) == 1
+    wrong = "moesaic: --archive a/b: name is 'a/b'; expected letters, digits, '.', '-' and '_'\n"
+    assert capsys.readouterr().err == wrong
+    (in_folder / "profile_runs").write_text("a file")
+    assert main(["bench", "sampler", *SMALL, "--archive"]) == 1
+    assert capsys.readouterr().err == "moesaic: --archive sampler: [Errno 17] File exists: 'profile_runs'\n"
 
 
 @pytest.mark.parametrize("setting", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.6}])

@@ -263,6 +263,29 @@ def test_bad_adapters_in_two_matrices(a: tuple[int, ...], b: tuple[int, ...], ex
         moesaic.moe_experts(problem.hidden, problem.ids, problem.weights, problem.layer(), moesaic.Lora(gate_up=pair))
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        (
+            (E * 4, H),
+            (2 * I, E * 4),
+            r"lora\[0\].gate_up.a has shape \[20, 96\] and its pair has no experts=; expected \[E, r, in\], or "
+            r"\[E \* r, in\] with experts=E",
+        ),
+        (
+            (E, 4, H),
+            (2 * I, E * 4),
+            r"lora\[0\].gate_up.b has shape \[128, 20\] and its pair has no experts=; expected \[E",
+        ),
+    ],
+)
+def test_two_matrices_without_their_experts(a: tuple[int, ...], b: tuple[int, ...], message: str) -> None:
+    problem = make_problem(CASE)
+    pair = moesaic.LoraPair(torch.zeros(a), torch.zeros(b), 1.0)
+    with pytest.raises(ValueError, match=message):
+        moesaic.moe_experts(problem.hidden, problem.ids, problem.weights, problem.layer(), moesaic.Lora(gate_up=pair))
+
+
 def test_bad_adapter_types() -> None:
     tensor = torch.zeros(2, 2, 2)
     with pytest.raises(TypeError, match="experts is a str; expected an int or None"):

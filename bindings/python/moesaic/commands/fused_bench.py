@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,15 +68,7 @@ def add_parser(benches: Any) -> None:
     parser.add_argument(
         "--peers", default="", metavar="NAME[,NAME...]", help="torch, compile, onednn; all (default: none)"
     )
-    parser.add_argument(
-        "--archive",
-        nargs="?",
-        const=Path("profile_runs"),
-        type=Path,
-        metavar="FOLDER",
-        help="also keep the run in FOLDER/<time>_fused (default profile_runs), with a profile of each case once, for "
-        "`moesaic profile diff`",
-    )
+    options.add_archive(parser, "fused")
     options.add_json(parser)
     parser.set_defaults(run=run)
 
@@ -85,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: an unknown peer, or no case.
+        CommandError: the archive cannot be written.
     """
     import torch
 
@@ -105,17 +99,15 @@ def run(args: argparse.Namespace) -> int:
     if not cases:
         raise UsageError(f"--only '{args.only}' leaves no case")
     clock = options.clock(args)
-    if args.archive is not None:
-        from moesaic.profiles.archive import check_archive
-
-        check_archive(args.archive, "fused")
+    options.check_archive(args)
     if args.threads:
         moesaic.set_num_threads(args.threads)
         torch.set_num_threads(args.threads)
     with stdout_for_json(args.json), torch.no_grad():
         document = measure(cases, names, args.warmup, args.reps, args.dtype, clock, options.progress())
         if args.archive is not None:
-            document["archive"] = str(_archive(args.archive, document, cases))
+            folder = _archive(args.archive, document, cases)
+            print(f"moesaic: written to {folder}", file=sys.stderr)
     if args.json:
         print_json(document)
     else:
@@ -225,7 +217,7 @@ def _relate_odd(rows: list[dict[str, Any]]) -> None:
             row["odd_over_aligned"] = speed[row["name"]] / speed[aligned]
 
 
-def _archive(folder: Path, document: dict[str, Any], cases: Sequence[Case]) -> Path:
+def _archive(name: str, document: dict[str, Any], cases: Sequence[Case]) -> Path:
     import contextlib
     import io
 
@@ -239,7 +231,7 @@ def _archive(folder: Path, document: dict[str, Any], cases: Sequence[Case]) -> P
     with moesaic.profile() as p:
         for engine in engines:
             engine()
-    return write_archive(folder, "fused", document, p.document(), table.getvalue())
+    return write_archive(name, document, p.document(), table.getvalue())
 
 
 def _show(document: dict[str, Any]) -> None:
@@ -268,5 +260,3 @@ def _show(document: dict[str, Any]) -> None:
     tables.table("Fused operators", header, rows)
     for note in dict.fromkeys(notes):
         tables.line(note)
-    if "archive" in document:
-        tables.line(f"kept in {document['archive']}")

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from moesaic.commands.output import UsageError
+from moesaic.commands.output import CommandError, UsageError
+from moesaic.profiles import archive
 
 MOST_THREADS = 4096  # what a pool takes
 
@@ -60,6 +61,31 @@ def several(of: Callable[[str], int]) -> Callable[[str], list[int]]:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The option that every command has."""
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else there")
+
+
+def add_archive(parser: argparse.ArgumentParser, name: str) -> None:
+    """Where the run is kept, under `name` unless the option says another one."""
+    parser.add_argument(
+        "--archive",
+        nargs="?",
+        const=name,
+        metavar="NAME",
+        help=f"also keep the run in profile_runs/<time>_NAME, for `moesaic profile diff` (default name: {name})",
+    )
+
+
+def check_archive(args: argparse.Namespace) -> None:
+    """Refuses before a run what cannot be kept after it.
+
+    Raises:
+        CommandError: the name of `add_archive` is none, or the folder cannot be written.
+    """
+    if args.archive is None:
+        return
+    try:
+        archive.check_archive(args.archive)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--archive {args.archive}: {error}") from error
 
 
 def add_clock(parser: argparse.ArgumentParser) -> None:

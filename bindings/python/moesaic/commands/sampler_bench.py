@@ -8,11 +8,10 @@ import io
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.commands import options
-from moesaic.commands.output import CommandError, Tables, UsageError, print_json, stdout_for_json
+from moesaic.commands.output import Tables, UsageError, print_json, stdout_for_json
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +64,7 @@ def add_parser(benches: Any) -> None:
     add("--reps", type=options.positive, default=20, metavar="R", help="timed repetitions (default 20)")
     add("--warmup", type=options.non_negative, default=3, metavar="W", help="calls before them (default 3)")
     add("--diffusion", action="store_true", help="also block-diffusion decoding of a small model, by stage")
-    add("--archive", metavar="NAME", help="also write profile_runs/<time>_NAME/, for `moesaic profile diff`")
+    options.add_archive(parser, "sampler")
     options.add_json(parser)
     parser.set_defaults(run=run)
 
@@ -83,13 +82,7 @@ def run(args: argparse.Namespace) -> int:
         "distributions": _names("distributions", args.distributions, DISTRIBUTIONS),
         "peers": _names("peers", args.peers, PEERS),
     }
-    if args.archive is not None:
-        from moesaic.profiles.archive import check_archive
-
-        try:
-            check_archive(Path("profile_runs"), args.archive)
-        except (OSError, ValueError) as error:
-            raise CommandError(f"--archive {args.archive}: {error}") from error
+    options.check_archive(args)
     with stdout_for_json(args.json):
         document, profile = measure(args, chosen, options.progress())
     text = io.StringIO()
@@ -98,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if args.archive is not None:
         from moesaic.profiles.archive import write_archive
 
-        folder = write_archive(Path("profile_runs"), args.archive, document, profile, text.getvalue())
+        folder = write_archive(args.archive, document, profile, text.getvalue())
         print(f"moesaic: written to {folder}", file=sys.stderr)
     if args.json:
         print_json(document)

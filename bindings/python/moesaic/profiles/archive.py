@@ -18,10 +18,12 @@ from typing import Any
 __all__ = ["PROFILE", "check_archive", "write_archive"]
 
 PROFILE = "profile.json"
+#: The folders of all runs are here, in the current one.
+RUNS = Path("profile_runs")
 
 
-def check_archive(root: Path, name: str) -> None:
-    """Refuses before a run what `write_archive` would refuse after it; makes `root`.
+def check_archive(name: str) -> None:
+    """Refuses before a run what `write_archive` would refuse after it; makes ``profile_runs``.
 
     Raises:
         ValueError: the name holds something else than letters, digits, ``.``, ``-`` and ``_``.
@@ -29,18 +31,15 @@ def check_archive(root: Path, name: str) -> None:
     """
     if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
         raise ValueError(f"name is {name!r}; expected letters, digits, '.', '-' and '_'")
-    root.mkdir(parents=True, exist_ok=True)
-    if not os.access(root, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))
+    RUNS.mkdir(exist_ok=True)
+    if not os.access(RUNS, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(RUNS))
 
 
-def write_archive(
-    root: Path, name: str, result: Mapping[str, Any], profile: Mapping[str, Any] | None, table: str
-) -> Path:
+def write_archive(name: str, result: Mapping[str, Any], profile: Mapping[str, Any] | None, table: str) -> Path:
     """Writes one run.
 
     Args:
-        root: where the folders of all runs are, ``profile_runs`` say; made if it is not there.
         name: what was run; letters, digits, ``.``, ``-`` and ``_``.
         result: the command's document.
         profile: `moesaic.Profile.document`; None: the engine was not profiled.
@@ -53,10 +52,10 @@ def write_archive(
         ValueError: the name holds something else.
         OSError: the folder cannot be written.
     """
-    check_archive(root, name)
+    check_archive(name)
     stem = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}_{name}"
     for number in range(1, 1000):
-        folder = root / (stem if number == 1 else f"{stem}-{number}")
+        folder = RUNS / (stem if number == 1 else f"{stem}-{number}")
         try:
             folder.mkdir()
         except FileExistsError:
