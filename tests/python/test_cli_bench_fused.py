@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -115,9 +116,11 @@ def test_wrong_usage_and_a_wrong_result(capsys: pytest.CaptureFixture[str], monk
     assert "--threads 1" in capsys.readouterr().err
     assert cli.main([*SMALL, "--archive", "a/b"]) == 1
     assert "--archive a/b: name is 'a/b'; expected letters" in capsys.readouterr().err
-    monkeypatch.setitem(fused_bench.BOUND, "bf16", 0.0)
-    assert cli.main([*SMALL, "--only", "layernorm 64"]) == 1
-    assert "WRONG" in capsys.readouterr().out
+    for bound in (0.0, math.nan):  # no error is below either, as one that is NaN is below no bound
+        monkeypatch.setitem(fused_bench.BOUND, "bf16", bound)
+        assert cli.main([*SMALL, "--only", "layernorm 64"]) == 1
+        captured = capsys.readouterr()
+        assert "WRONG" in captured.out and "moesaic: layernorm 64: off by" in captured.err
 
 
 def test_the_encoder_example() -> None:

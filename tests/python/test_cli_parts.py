@@ -1,6 +1,7 @@
 """What `moesaic bench layer` is made of: the model of its work, routing, reference, peers and statistics."""
 
 import json
+import math
 import mmap
 import sys
 
@@ -15,6 +16,7 @@ from moesaic.commands.layer_bench import Point
 from moesaic.commands.layer_case import LayerShape, Routing, Work, parse_routing, route
 from moesaic.commands.layer_data import make_adapter, make_batch, make_weights, overlapping_weights
 from moesaic.commands.measure import Ceiling, Repetition
+from moesaic.commands.output import first_line, print_json
 from moesaic.commands.peers import PEERS
 from moesaic.commands.variants import Call, UnavailableError, Variant, timed
 from moesaic.profiles.document import spread
@@ -345,6 +347,17 @@ def test_probes_refuse_what_they_cannot_measure(pool):
         read.measure(0.01)
     moesaic.set_num_threads(2)
     assert read.measure(0.001) > 0
+
+
+def test_json_has_no_nan(capsys):
+    print_json({"error": math.nan, "rows": [{"ratio": -math.inf, "ms": 1.5}], "pair": (1, math.inf), "name": "nan"})
+    document = json.loads(capsys.readouterr().out)
+    assert document == {"error": None, "rows": [{"ratio": None, "ms": 1.5}], "pair": [1, None], "name": "nan"}
+
+
+def test_first_line_of_an_error():
+    assert first_line(ValueError("one\ntwo")) == "one"
+    assert first_line(AssertionError()) == "AssertionError"
 
 
 def test_what_libraries_print_is_not_json(run_python):

@@ -90,7 +90,8 @@ def test_history_export_import_and_clear(capsys, config, tmp_path):
     assert stats["entries"] == 2 and stats["uses"] == 1 and stats["writable"]
     assert tune(capsys, "--missed")["missed"] == []
     file = str(tmp_path / "all.json")
-    assert cli.main(["tune", "--export", file]) == 0
+    assert tune(capsys, "--export", file) == {"schema": 1, "exported": 2}
+    assert tune(capsys, "--export", "-") == json.loads((tmp_path / "all.json").read_text())
     assert tune(capsys, "--clear") == {"schema": 1, "dropped": 2}
     assert tune(capsys, "--stats")["entries"] == 0
     assert tune(capsys, "--import", file) == {"schema": 1, "imported": 2}

@@ -7,7 +7,6 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.commands import options
@@ -105,14 +104,19 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     with stdout_for_json(args.json), torch.no_grad():
         document = measure(cases, names, args.warmup, args.reps, args.dtype, clock, options.progress())
+        document["host"]["clock"] = args.clock
         if args.archive is not None:
-            folder = _archive(args.archive, document, cases)
-            print(f"moesaic: written to {folder}", file=sys.stderr)
+            options.keep(args, document, _profile(cases), _show)
     if args.json:
         print_json(document)
     else:
         _show(document)
-    return 0 if all(case["verified"] <= BOUND[args.dtype] for case in document["cases"]) else 1
+    wrong = [case for case in document["cases"] if not case["verified"] <= BOUND[args.dtype]]
+    for case in wrong:
+        print(
+            f"moesaic: {case['name']}: off by {case['verified']:.1e}, allowed {BOUND[args.dtype]:.0e}", file=sys.stderr
+        )
+    return 1 if wrong else 0
 
 
 def measure(
@@ -217,21 +221,15 @@ def _relate_odd(rows: list[dict[str, Any]]) -> None:
             row["odd_over_aligned"] = speed[row["name"]] / speed[aligned]
 
 
-def _archive(name: str, document: dict[str, Any], cases: Sequence[Case]) -> Path:
-    import contextlib
-    import io
-
+def _profile(cases: Sequence[Case]) -> dict[str, Any]:
+    """Of a call of each."""
     import moesaic
-    from moesaic.profiles.archive import write_archive
 
-    table = io.StringIO()
-    with contextlib.redirect_stdout(table):
-        _show(document)
     engines = [case.inputs().engine for case in cases]
-    with moesaic.profile() as p:
+    with moesaic.profile() as profile:
         for engine in engines:
             engine()
-    return write_archive(name, document, p.document(), table.getvalue())
+    return profile.document()
 
 
 def _show(document: dict[str, Any]) -> None:
@@ -254,7 +252,7 @@ def _show(document: dict[str, Any]) -> None:
         notes += [f"{name}: {peer['unavailable']}" for name, peer in row["peers"].items() if "unavailable" in peer]
         if "peak_bytes" in row:
             notes.append(f"{row['name']}: {row['peak_bytes'] / 2**20:,.0f} MiB at the peak, input and result")
-        if row["verified"] > bound:
+        if not row["verified"] <= bound:
             notes.append(f"{row['name']}: WRONG, relative L2 {row['verified']:.1e}; the bound is {bound:.0e}")
     header = ["", "ms", "of limit", "of stream", *(f"vs {name}" for name in names), "odd over aligned", "error"]
     tables.table("Fused operators", header, rows)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import moesaic
 from moesaic.commands import onednn
+from moesaic.commands.output import first_line
 from moesaic.nn import PackedLinear, functional
 
 #: (batch, tokens, intermediate) of silu_mul.
@@ -235,7 +236,7 @@ class Inputs:
         try:
             compiled(*activations)
         except Exception as error:  # whatever a compiler that is missing or fails raises
-            return f"torch.compile failed: {str(error).splitlines()[0][:120]}"
+            return f"torch.compile failed: {first_line(error)[:120]}"
         return lambda: compiled(*activations)
 
     def _onednn(self) -> Callable[[], object] | str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moesaic.commands.layer_data import Adapter, Batch, Weights
+from moesaic.commands.output import first_line
 from moesaic.commands.variants import UnavailableError, Variant
 
 _METHOD = "AMXBF16_SFT"
@@ -71,7 +72,7 @@ class KtKernel(Variant):
             self._d_lora = [torch.zeros_like(factor) for factor in self._lora]
             self._wrapper.init_lora_weights(*self._lora, *self._d_lora)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            raise UnavailableError(f"kt-kernel cannot train this layer here: {_first_line(error)}") from error
+            raise UnavailableError(f"kt-kernel cannot train this layer here: {first_line(error)}") from error
 
     def forward(self) -> torch.Tensor:
         """The output [T, H], bf16."""
@@ -111,7 +112,7 @@ def _wrapper_class() -> Any:
         what = "kt-kernel is" if error.name == "kt_kernel" else f"kt-kernel needs {error.name}, which is"
         raise UnavailableError(f"{what} not installed (pip install 'kt-kernel>=0.7')") from None
     except Exception as error:  # whatever its search for a variant of this host ends in
-        raise UnavailableError(f"kt-kernel does not load here: {_first_line(error)}") from error
+        raise UnavailableError(f"kt-kernel does not load here: {first_line(error)}") from error
     return KTMoEWrapper
 
 
@@ -144,7 +145,3 @@ def _peft_a(a: torch.Tensor) -> torch.Tensor:
 
 def _peft_b(b: torch.Tensor) -> torch.Tensor:
     return b.permute(1, 2, 0).reshape(b.shape[1], -1)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

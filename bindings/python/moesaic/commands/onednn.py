@@ -10,6 +10,8 @@ import functools
 
 import torch
 
+from moesaic.commands.output import first_line
+
 # What oneDNN is told beside the operands: nothing fused behind the product.
 _NO_POST_OP: tuple[str, list[float], str] = ("none", [], "")
 
@@ -22,9 +24,7 @@ def unavailable() -> str | None:
     try:
         PackedWeight(torch.zeros(16, 32, dtype=dtype()), 16).product(torch.zeros(16, 32, dtype=dtype()))
     except (AttributeError, NotImplementedError, RuntimeError) as error:
-        return (
-            f"the oneDNN of PyTorch {torch.__version__} has no product on packed weights: {str(error).splitlines()[0]}"
-        )
+        return f"the oneDNN of PyTorch {torch.__version__} has no product on packed weights: {first_line(error)}"
     return None
 
 

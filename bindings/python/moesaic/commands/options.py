@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
 
 from moesaic.commands.output import CommandError, UsageError
 from moesaic.profiles import archive
@@ -86,6 +88,27 @@ def check_archive(args: argparse.Namespace) -> None:
         archive.check_archive(args.archive)
     except (OSError, ValueError) as error:
         raise CommandError(f"--archive {args.archive}: {error}") from error
+
+
+def keep(
+    args: argparse.Namespace,
+    document: dict[str, Any],
+    profile: dict[str, Any],
+    show: Callable[[dict[str, Any]], None],
+) -> None:
+    """Writes the archive of a run, and says where it is.
+
+    Args:
+        args: with the name of `add_archive`.
+        document: what --json prints.
+        profile: of the run, as `moesaic.Profile.document` gives it.
+        show: prints what people read.
+    """
+    table = io.StringIO()
+    with redirect_stdout(table):
+        show(document)
+    folder = archive.write_archive(args.archive, document, profile, table.getvalue())
+    print(f"moesaic: written to {folder}", file=sys.stderr)
 
 
 def add_clock(parser: argparse.ArgumentParser) -> None:

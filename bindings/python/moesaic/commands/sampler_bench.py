@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -84,15 +83,9 @@ def run(args: argparse.Namespace) -> int:
     }
     options.check_archive(args)
     with stdout_for_json(args.json):
-        document, profile = measure(args, chosen, options.progress())
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        _show(document)
-    if args.archive is not None:
-        from moesaic.profiles.archive import write_archive
-
-        folder = write_archive(args.archive, document, profile, text.getvalue())
-        print(f"moesaic: written to {folder}", file=sys.stderr)
+        document, calls = measure(args, chosen, options.progress())
+        if args.archive is not None:
+            options.keep(args, document, _profile(calls, max(4, args.reps)), _show)
     if args.json:
         print_json(document)
     else:
@@ -114,8 +107,8 @@ def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
 
 def measure(
     args: argparse.Namespace, chosen: dict[str, list[str]], progress: Callable[[str], None]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The document that --json prints, and the profile of the calls by stage."""
+) -> tuple[dict[str, Any], list[Callable[[], object]]]:
+    """The document that --json prints, and the engine's call of each case."""
     import torch
 
     import moesaic
@@ -127,7 +120,7 @@ def measure(
     threads = _core.get_num_threads()
     probe = _core.ReadProbe(threads)
     cases: list[dict[str, Any]] = []
-    kept: list[tuple[Call, torch.Tensor]] = []
+    engine: list[Callable[[], object]] = []
     left_out: dict[str, str] = {}
     for distribution in chosen["distributions"]:
         for rows in args.rows:
@@ -137,7 +130,7 @@ def measure(
                 calls, reasons = _calls(setting, chosen["peers"], batches[0])
                 left_out |= reasons
                 case = _measure_case(args, setting, batches, calls, probe)
-                kept.append((calls["moesaic"], batches[0]))
+                engine.append(functools.partial(calls["moesaic"], batches[0]))
                 cases.append({"rows": rows, "setting": setting, "distribution": distribution, **case})
     document = {
         "schema": SCHEMA,
@@ -154,13 +147,19 @@ def measure(
         "left_out": left_out,
         "diffusion": _diffusion(args.vocabulary) if args.diffusion else None,
     }
-    # For later comparison: steps of one call of every case.
+    return document, engine
+
+
+def _profile(calls: Sequence[Callable[[], object]], steps: int) -> dict[str, Any]:
+    """Of steps in which each is called once."""
+    import moesaic
+
     with moesaic.profile() as profile:
-        for _ in range(max(4, args.reps)):
-            for call, logits in kept:
-                call(logits)
+        for _ in range(steps):
+            for call in calls:
+                call()
             profile.step()
-    return document, profile.document()
+    return profile.document()
 
 
 def _batches(distribution: str, rows: int, vocabulary: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from moesaic.commands.output import first_line
+
 Setting = Mapping[str, Any]
 Call = Callable[[torch.Tensor], object]
 
@@ -42,7 +44,7 @@ def compiled(setting: Setting, example: torch.Tensor) -> Call:
     try:
         draw(example)
     except Exception as error:  # whatever its compiler finds
-        raise UnavailableError(f"torch.compile: {str(error).splitlines()[0][:120]}") from error
+        raise UnavailableError(f"torch.compile: {first_line(error)[:120]}") from error
     return draw
 
 

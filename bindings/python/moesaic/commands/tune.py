@@ -72,11 +72,13 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; 1 where --check finds a bar missed."""
-    if args.export:
-        _export(args.export)
+    if args.export == "-":  # what is exported is the document
+        from moesaic import perf
+
+        sys.stdout.write(_text(perf.Cache().export()))
         return 0
     with stdout_for_json(args.json):
-        if args.stats or args.missed or args.clear or args.import_:
+        if args.stats or args.missed or args.clear or args.export or args.import_:
             document, show = _look_after(args), _show_cache
         elif args.check:
             from moesaic.commands import tune_check
@@ -216,7 +218,7 @@ def _show(document: dict[str, Any]) -> None:
 
 
 def _look_after(args: argparse.Namespace) -> dict[str, Any]:
-    """--stats, --missed, --clear and --import."""
+    """--stats, --missed, --clear, --export to a file and --import."""
     from moesaic import perf
 
     cache = perf.Cache()
@@ -226,6 +228,8 @@ def _look_after(args: argparse.Namespace) -> dict[str, Any]:
     if args.stats:
         of_a_process = ("hits", "misses")
         return document | {name: value for name, value in vars(cache.stats()).items() if name not in of_a_process}
+    if args.export:
+        return document | {"exported": _export(cache, args.export)}
     document["dropped" if args.clear else "imported"] = cache.clear() if args.clear else _import(cache, args.import_)
     if not cache.writable:
         raise CommandError(f"{cache.path} cannot be written")
@@ -247,17 +251,17 @@ def _by_use(uses: dict[str, int]) -> list[tuple[str, int]]:
     return sorted(uses.items(), key=lambda item: (-item[1], item[0]))
 
 
-def _export(path: str) -> None:
-    from moesaic import perf
-
-    text = json.dumps(perf.Cache().export(), indent=1) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-        return
+def _export(cache: Cache, path: str) -> int:
+    document = cache.export()
     try:
-        Path(path).write_text(text)
+        Path(path).write_text(_text(document))
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror}") from None
+    return len(document["entries"])
+
+
+def _text(exported: dict[str, Any]) -> str:
+    return json.dumps(exported, indent=1) + "\n"
 
 
 def _import(cache: Cache, path: str) -> int:
