@@ -163,6 +163,13 @@ def test_bad_models_are_named(
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("what", [["--linear", "64x64"], ["--check"]])
+def test_a_page_is_of_a_model(what: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", *what, "--html", str(tmp_path / "plan.html")]) == 2
+    assert capsys.readouterr().err == "moesaic: argument --html: expected --model with it, whose run the page shows\n"
+    assert not (tmp_path / "plan.html").exists()
+
+
 def test_files_that_cannot_be_had(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert predict(tmp_path / "nothing.json") == 1
     assert predict(config, "--html", str(tmp_path / "no" / "folder.html")) == 1

@@ -110,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
         UsageError: an argument or a field of a file makes no sense; one line that names it.
         CommandError: a file cannot be read or written.
     """
+    if args.html is not None and args.model is None:
+        raise UsageError("argument --html: expected --model with it, whose run the page shows")
     if args.check or args.calibrate:
         if args.model is not None or args.linear is not None:
             option = "--model" if args.model is not None else "--linear"
