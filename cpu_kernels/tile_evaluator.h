@@ -93,7 +93,7 @@ inline constexpr std::int64_t kMostGradientColumns = 32, kGradientBytes = std::i
 /// Blocking::gradient_columns for jobs of so many rows: as many as have half of L2. A row's piece of many columns is fetched
 /// ahead, one of 256 bytes hardly: with 64 rows and 4 columns packing took three times as long, with 256 rows twice. (Two Zen 5
 /// cores, 1,024 rows an expert, an eighth, a quarter, half of L2: 10.7, 8.2, 6.1 ms of a backward.) Beside a matrix unit, where
-/// two hardware threads may share L2, an eighth, and 16 columns: no more was measured there.
+/// two hardware threads may share L2, an eighth, and 16 columns: more gained nothing on 16 AMX threads.
 std::int64_t GradientColumns(bool matrix_unit, std::int64_t rows, std::int64_t l2_bytes);
 
 /// Blocking::unpack_depth for a contraction of so many right tiles with so many panels of activations. A matrix unit takes what
