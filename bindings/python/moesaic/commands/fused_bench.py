@@ -85,10 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from moesaic.commands import fused_case
     from moesaic.commands.output import UsageError
 
-    names = PEERS if args.peers == "all" else tuple(filter(None, args.peers.split(",")))
-    unknown = [name for name in names if name not in PEERS]
-    if unknown:
-        raise UsageError(f"--peers has '{unknown[0]}'; expected {', '.join(PEERS)} or all")
+    names = options.names("peers", args.peers, PEERS)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     cases = [
         case
@@ -96,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         if args.only in case.name
     ]
     if not cases:
-        raise UsageError(f"--only '{args.only}' leaves no case")
+        raise UsageError(f"argument --only: no case has '{args.only}' in its name")
     clock = options.clock(args)
     options.check_archive(args)
     if args.threads:

@@ -6,7 +6,7 @@ import argparse
 import io
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -58,6 +58,21 @@ def threads(text: str) -> int:
 def several(of: Callable[[str], int]) -> Callable[[str], list[int]]:
     """Values of one type with commas between them."""
     return lambda text: [of(part) for part in text.split(",")]
+
+
+def names(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """Those of `known` that an option lists with commas between them; `all` for all of them.
+
+    Raises:
+        UsageError: one is none of them.
+    """
+    if text == "all":
+        return list(known)
+    found = [name for name in text.split(",") if name]
+    for name in found:
+        if name not in known:
+            raise UsageError(f"argument --{option}: '{name}' is none of {', '.join(known)}, all")
+    return found
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

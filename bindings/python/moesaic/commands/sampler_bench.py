@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moesaic.commands import options
-from moesaic.commands.output import Tables, UsageError, print_json, stdout_for_json
+from moesaic.commands.output import Tables, print_json, stdout_for_json
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,10 @@ def add_parser(benches: Any) -> None:
     add("--distributions", default="model,flat", metavar="NAME[,NAME]", help=f"of {', '.join(DISTRIBUTIONS)}")
     add("--dtype", choices=DTYPES, default="float32", help="of the logits (default float32)")
     add(
-        "--peers", default="torch", metavar="NAME[,NAME...]", help=f"of {', '.join(PEERS)}; empty: none (default torch)"
+        "--peers",
+        default="torch",
+        metavar="NAME[,NAME...]",
+        help=f"of {', '.join(PEERS)}, or all; empty: none (default torch)",
     )
     add("--threads", type=options.threads, metavar="N", help="default: as the engine chooses")
     options.add_clock(parser)
@@ -77,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
     """
     options.clock(args)
     chosen = {
-        "settings": _names("settings", args.settings, tuple(SETTINGS)),
-        "distributions": _names("distributions", args.distributions, DISTRIBUTIONS),
-        "peers": _names("peers", args.peers, PEERS),
+        "settings": options.names("settings", args.settings, tuple(SETTINGS)),
+        "distributions": options.names("distributions", args.distributions, DISTRIBUTIONS),
+        "peers": options.names("peers", args.peers, PEERS),
     }
     options.check_archive(args)
     with stdout_for_json(args.json):
@@ -95,14 +98,6 @@ def run(args: argparse.Namespace) -> int:
         where = f"{case['rows']} rows, {case['setting']}, {case['distribution']}"
         print(f"moesaic: {where}: not what the reference keeps", file=sys.stderr)
     return 1 if wrong else 0
-
-
-def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    for name in names:
-        if name not in known:
-            raise UsageError(f"argument --{option}: '{name}' is none of {', '.join(known)}")
-    return names
 
 
 def measure(
