@@ -62,7 +62,6 @@ inline void StoreColumns(const StoreColumnsArgs& args) {
   } else {
     StoreColumnsOf<BFloat16>(args);
   }
-  StreamFence();
 }
 
 template <typename T>
@@ -86,7 +85,6 @@ inline void StoreRows(const StoreRowsArgs& args) {
   } else {
     StoreRowsOf<BFloat16>(args);
   }
-  StreamFence();
 }
 
 }  // namespace

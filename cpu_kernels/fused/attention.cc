@@ -119,7 +119,6 @@ class AttentionRun {
       }
       out.Store(kernels_, memory.out, ld_out_, first, rows);
     }
-    FinishStores();
   }
 
   void PackKeys(std::int64_t batch, std::int64_t column, std::int64_t count, const Memory& memory) const {

@@ -160,7 +160,6 @@ class AttentionGradRun {
       }
       StoreQueries({args_.d_q, batch, column, head_size_}, first, count, memory);
     }
-    FinishStores();
   }
 
   /// Keys and values; the keys once more, as the left factor of d_q.
@@ -279,7 +278,6 @@ class AttentionGradRun {
     }
     HeadRows{args_.d_k, batch, column, head_size_}.Store(kernels_, total.d_k, ld_, 0, keys_);
     HeadRows{args_.d_v, batch, column, head_size_}.Store(kernels_, total.d_v, ld_, 0, keys_);
-    FinishStores();
   }
 
   void Add(const float* sums, float* total) const {

@@ -351,7 +351,6 @@ void GroupedGemm::Round(const Task& task, std::int64_t column, std::int64_t colu
   store.dtype = DType::kBFloat16;
   store.out_stride = task.group->ldc;
   tier_.store_rows(store);
-  FinishStores();
 }
 
 void GroupedGemm::Scatter() {
