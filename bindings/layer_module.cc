@@ -163,7 +163,7 @@ moe::LayerConfig ConfigOf(const std::string& weight_format, const TensorView& ga
     throw std::invalid_argument("gate_up_proj and down_proj have " + std::to_string(gate_up.rank) + " and " +
                                 std::to_string(down.rank) + " dimensions; expected shapes [E, 2I, H] and [E, H, I]");
   }
-  return {gate_up.shape[0], gate_up.shape[2], down.shape[2], moe::WeightFormat::kBFloat16};
+  return {gate_up.shape[0], gate_up.shape[2], down.shape[2]};
 }
 
 /// A forward whose arguments are read and whose results are torch tensors already; Run() has the engine fill them.

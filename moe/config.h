@@ -7,14 +7,10 @@
 
 namespace moesaic::moe {
 
-/// How the frozen base weights are stored.
-enum class WeightFormat { kBFloat16 };
-
 struct LayerConfig {
   std::int64_t num_experts = 0;        ///< E
   std::int64_t hidden_size = 0;        ///< H
   std::int64_t intermediate_size = 0;  ///< I
-  WeightFormat weight_format = WeightFormat::kBFloat16;
 };
 
 /// delta_W[e] = scale * b[e] a[e]. fp32 or bf16, any strides, read anew in every call.

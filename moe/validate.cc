@@ -219,13 +219,13 @@ void ValidateConfig(const LayerConfig& config) {
 
 void ValidateWeights(const LayerConfig& config, const TensorView& gate_up, const TensorView& down) {
   ValidateConfig(config);
-  const auto& [experts, hidden, intermediate, format] = config;
+  const auto& [experts, hidden, intermediate] = config;
   CheckTensor("gate_up_proj", gate_up, {{experts, "E"}, {2 * intermediate, "2I"}, {hidden, "H"}}, kWeightTypes);
   CheckTensor("down_proj", down, {{experts, "E"}, {hidden, "H"}, {intermediate, "I"}}, kWeightTypes);
 }
 
 void ValidateUnpack(const LayerConfig& config, const TensorView& gate_up, const TensorView& down) {
-  const auto& [experts, hidden, intermediate, format] = config;
+  const auto& [experts, hidden, intermediate] = config;
   CheckOutput("gate_up_proj", gate_up, {{experts, "E"}, {2 * intermediate, "2I"}, {hidden, "H"}}, kWeightTypes);
   CheckOutput("down_proj", down, {{experts, "E"}, {hidden, "H"}, {intermediate, "I"}}, kWeightTypes);
 }
