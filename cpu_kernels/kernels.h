@@ -105,7 +105,7 @@ struct GradientGemmArgs {
                               ///< the last one's partner in its pair, which is zero
 };
 
-/// Rounds rows to bf16 and lays them out as tiles: value = row[c] * row_scale[r] * column_scale[c], in fp32, rounded once.
+/// Rounds rows to bf16 and lays them out as tiles: value = row[c] * row_scale[r], in fp32, rounded once.
 /// What lies beyond `count` and `columns` is filled with zeros. Each output may be left out (data null).
 struct PackRowsArgs {
   const void* const* rows = nullptr;  ///< `count` pointers to `columns` contiguous values; null pointer: a row of zeros
@@ -113,9 +113,8 @@ struct PackRowsArgs {
   std::int64_t count = 0;
   const void* next = nullptr;  ///< the row that a next call begins with: weights fetch it meanwhile
   std::int64_t columns = 0;
-  bool repeat = false;                  ///< columns 16 to 31 are columns 0 to 15 again; `columns` is at most 16 then
-  const float* row_scale = nullptr;     ///< [count]; null: 1
-  const float* column_scale = nullptr;  ///< [columns]; null: 1
+  bool repeat = false;               ///< columns 16 to 31 are columns 0 to 15 again; `columns` is at most 16 then
+  const float* row_scale = nullptr;  ///< [count]; null: 1
   TileMatrix stored;
   TileMatrix operand;
   TileMatrix pairs;

@@ -29,7 +29,7 @@ MOESAIC_INLINE void LoadTileRow(const PackRowsArgs& args, std::int64_t row, std:
     std::memset(out, 0, kTileColumns * sizeof(BFloat16));
     return;
   }
-  const bool scaled = args.row_scale != nullptr || args.column_scale != nullptr;
+  const bool scaled = args.row_scale != nullptr;
   if (args.dtype == DType::kBFloat16 && !scaled) {
     std::memset(out, 0, kTileColumns * sizeof(BFloat16));
     std::memcpy(out, static_cast<const BFloat16*>(source) + column, static_cast<std::size_t>(n) * sizeof(BFloat16));
@@ -51,12 +51,8 @@ MOESAIC_INLINE void LoadTileRow(const PackRowsArgs& args, std::int64_t row, std:
   } else {
     std::memcpy(values, static_cast<const float*>(source) + column, static_cast<std::size_t>(n) * sizeof(float));
   }
-  if (scaled) {
-    const float row_scale = args.row_scale != nullptr ? args.row_scale[row] : 1.0f;
-    for (std::int64_t i = 0; i < n; ++i) {
-      values[i] *= args.column_scale != nullptr ? row_scale * args.column_scale[column + i] : row_scale;
-    }
-  }
+  const float scale = args.row_scale[row];
+  for (std::int64_t i = 0; i < n; ++i) values[i] *= scale;
   StoreBf16(out, LoadF32(values));
   StoreBf16(out + 16, LoadF32(values + 16));
 }
@@ -271,7 +267,7 @@ inline std::int64_t PackPlainPanel(const PackRowsArgs& args, std::int64_t panel)
 }
 
 inline void PackRows(const PackRowsArgs& args) {
-  const bool plain = args.row_scale == nullptr && args.column_scale == nullptr && !args.repeat;
+  const bool plain = args.row_scale == nullptr && !args.repeat;
   const bool weights = args.stored.data != nullptr && args.stored.column_stride == 0 && args.operand.data == nullptr &&
                        args.pairs.data == nullptr && args.row_pairs.data == nullptr;
   for (std::int64_t panel = 0; panel < args.panels; ++panel) {
