@@ -13,19 +13,9 @@ std::int64_t CeilDivide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b
 
 }  // namespace
 
-const CacheSizes& HostCaches() {
-  static const CacheSizes sizes = [] {
-    CacheSizes found;
-    const auto read = [](int name, std::int64_t fallback) {
-      const std::int64_t value = sysconf(name);
-      return value > 0 ? value : fallback;
-    };
-    found.l1 = read(_SC_LEVEL1_DCACHE_SIZE, found.l1);
-    found.l2 = read(_SC_LEVEL2_CACHE_SIZE, found.l2);
-    found.l3 = read(_SC_LEVEL3_CACHE_SIZE, found.l3);
-    return found;
-  }();
-  return sizes;
+std::int64_t HostL2Bytes() {
+  static const std::int64_t found = sysconf(_SC_LEVEL2_CACHE_SIZE);
+  return found > 0 ? found : std::int64_t{1} << 20;
 }
 
 std::int64_t ChunkRows(std::int64_t rows, std::int64_t hidden, std::int64_t intermediate) {
@@ -102,11 +92,11 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   blocking.intermediate_units_per_task = UnitsOfPart(query.intermediate, parts);
   blocking.hidden_columns_per_task = ColumnsOfPart(query.hidden, parts);
   blocking.tokens_per_merge = TokensPerMerge(query.tokens, query.threads);
-  blocking.blocks_per_step = StepBlocks(query.matrix_unit, query.rows, query.hidden, HostCaches().l2);
-  blocking.gradient_columns = GradientColumns(query.matrix_unit, query.rows, HostCaches().l2);
+  blocking.blocks_per_step = StepBlocks(query.matrix_unit, query.rows, query.hidden, HostL2Bytes());
+  blocking.gradient_columns = GradientColumns(query.matrix_unit, query.rows, HostL2Bytes());
   // The longest contraction is that of gate and up, in backward.
   blocking.unpack_depth =
-      UnpackSlice(query.matrix_unit, CeilDivide(query.intermediate, 16), CeilDivide(query.rows, 16), HostCaches().l2);
+      UnpackSlice(query.matrix_unit, CeilDivide(query.intermediate, 16), CeilDivide(query.rows, 16), HostL2Bytes());
   if (tasks == 1 && query.threads > 1) {
     blocking.tail_jobs = std::min<std::int64_t>(query.jobs, query.threads);
     blocking.tail_parts = 4;

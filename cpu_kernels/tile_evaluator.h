@@ -10,15 +10,8 @@
 
 namespace moesaic {
 
-/// Data caches of one core, and the last level as a whole, in bytes.
-struct CacheSizes {
-  std::int64_t l1 = 32 << 10;
-  std::int64_t l2 = 1 << 20;
-  std::int64_t l3 = 32 << 20;
-};
-
-/// Of this host, from the C library; the defaults above where it does not know.
-const CacheSizes& HostCaches();
+/// Bytes of one core's L2 cache on this host, from the C library; 1 MiB where it does not know.
+std::int64_t HostL2Bytes();
 
 /// Most rows of a chunk, whatever the shape.
 inline constexpr std::int64_t kMaxChunkRows = 384;

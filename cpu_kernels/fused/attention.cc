@@ -33,7 +33,7 @@ class AttentionRun {
         ld_scores_(SumsPitch(RoundUp(keys_, kTileColumns))),
         ld_out_(SumsPitch(RoundUp(head_size_, kTileColumns))) {
     // Scores and what they are rounded to, of a block, in half of L2.
-    const std::int64_t fitting = HostCaches().l2 / 2 / (6 * RoundUp(keys_, kTileColumns));
+    const std::int64_t fitting = HostL2Bytes() / 2 / (6 * RoundUp(keys_, kTileColumns));
     block_ = std::clamp<std::int64_t>(fitting / kPanelRows * kPanelRows, kPanelRows, kMostQueries);
     const std::int64_t heads = args.q.shape[0] * args.heads, blocks = CeilDiv(queries_, block_);
     // Two tasks a thread, so that nobody waits long for the last one.

@@ -88,9 +88,9 @@ Plan MakePlan(const Shape& shape, Form form, bool whole_rows, int threads) {
   // Beside the rows: two tile columns of weights, unpacked, or a cell's panels of them and the next ones.
   const std::int64_t panels = 64 * (sliced ? std::min(depth, kSlicesDepth) : depth) * ChosenKernels().left_panels;
   const std::int64_t fixed = form == Form::kUnpack ? 128 * depth : form == Form::kDirect ? panels : 64 << 10;
-  const std::int64_t budget = std::max<std::int64_t>(HostCaches().l2 / 8 * 7 - fixed, 0);
+  const std::int64_t budget = std::max<std::int64_t>(HostL2Bytes() / 8 * 7 - fixed, 0);
   // A block's whole operand is kept, and read again for each chunk of columns: no more of it than L2 holds.
-  const std::int64_t operand_rows = is_bf16 ? HostCaches().l2 / (2 * depth) : budget / row_bytes;
+  const std::int64_t operand_rows = is_bf16 ? HostL2Bytes() / (2 * depth) : budget / row_bytes;
   const std::int64_t fitting = std::min(budget / row_bytes, operand_rows);
   // Two passes of a cell at least and, of many blocks, whole ones: 128 rows are three where it takes 48, and one is not full.
   const std::int64_t pass = kPanelRows * (form == Form::kDirect ? ChosenKernels().right_panels : 2);
@@ -131,7 +131,7 @@ void* At(const TensorView& view, std::int64_t row, std::int64_t column) {
 
 /// Whether what is read and written does not fit the cores' own caches by far, so that writing past them saves reading. The
 /// last level does not count: on a rented host most of it is others'.
-bool BeyondCaches(std::int64_t bytes, const Pool& pool) { return bytes > 2 * HostCaches().l2 * pool.num_threads(); }
+bool BeyondCaches(std::int64_t bytes, const Pool& pool) { return bytes > 2 * HostL2Bytes() * pool.num_threads(); }
 
 std::int64_t ColumnsOf(const LinearArgs& args) {
   if (args.weight == nullptr) return args.x.shape[1];
@@ -280,7 +280,7 @@ class LinearRun {
   /// blocks of 122 rows x 3,072: 1.08 of the time of pairs.)
   std::int64_t StoredRows(std::int64_t rows) const {
     if (shape_.rows <= kernels_.most_few_rows) return rows;
-    const bool in_half = 2 * rows * shape_.depth <= HostCaches().l2 / 2;
+    const bool in_half = 2 * rows * shape_.depth <= HostL2Bytes() / 2;
     return in_half && rows > kernels_.most_few_rows ? kernels_.StoredRows(rows) : 0;
   }
 
@@ -388,7 +388,7 @@ class LinearRun {
     gemm.c = sums;
     gemm.ldc = ld_;
     gemm.row_count = rows;
-    gemm.depth = UnpackSlice(kernels_.unpack_overlaps, memory.input.columns, gemm.panels, HostCaches().l2);
+    gemm.depth = UnpackSlice(kernels_.unpack_overlaps, memory.input.columns, gemm.panels, HostL2Bytes());
     gemm.scratch = memory.unpacked;
     kernels_.unpack_gemm(gemm);
   }

@@ -495,7 +495,7 @@ BestAndMean StreamProbe::Measure(const KernelTier& tier, bool direct, std::int64
   if (workers.empty()) {
     workers.resize(static_cast<std::size_t>(pool_ == nullptr ? 1 : pool_->num_threads()));
     const std::int64_t of_call = RoundUp(rows, kPanelRows) * (2 * kContraction + 4 * kColumns),
-                       enough = MeetsOnce(tier, rows) ? of_call : 2 * HostCaches().l2;
+                       enough = MeetsOnce(tier, rows) ? of_call : 2 * HostL2Bytes();
     OnAllWorkers(pool_, [&](int worker) {
       Worker& own = workers[static_cast<std::size_t>(worker)];
       own.weights = memory_.Share(worker);
@@ -503,7 +503,7 @@ BestAndMean StreamProbe::Measure(const KernelTier& tier, bool direct, std::int64
         own.calls.emplace_back(tier, rows, direct ? kColumns : kContraction, direct ? kContraction : kColumns, direct, false);
         own.calls.back().set_row_count(tier.StoredRows(rows));
         own.calls.back().set_depth(
-            UnpackSlice(tier.unpack_overlaps, kContraction / kTileColumns, CeilDiv(rows, kPanelRows), HostCaches().l2));
+            UnpackSlice(tier.unpack_overlaps, kContraction / kTileColumns, CeilDiv(rows, kPanelRows), HostL2Bytes()));
       }
     });
   }
