@@ -50,18 +50,17 @@ class CpuSet {
 class StayOnNode {
  public:
   explicit StayOnNode(const Topology& machine) noexcept try {
-    node_ = machine.NodeOfCallingThread();
+    const int node = machine.NodeOfCallingThread();
     for (int capacity = 1024; capacity <= 1 << 20; capacity *= 4) {
       CpuSet before(capacity);
       if (sched_getaffinity(0, before.bytes(), before.get()) != 0) continue;
       CpuSet near(capacity);
       for (const Topology::Pu& pu : machine.pus) {
-        if (pu.node == node_ && CPU_ISSET_S(pu.os_index, before.bytes(), before.get())) {
+        if (pu.node == node && CPU_ISSET_S(pu.os_index, before.bytes(), before.get())) {
           CPU_SET_S(pu.os_index, near.bytes(), near.get());
         }
       }
       if (sched_setaffinity(0, near.bytes(), near.get()) == 0) before_.emplace(std::move(before));
-      node_ = machine.NodeOfCallingThread();
       return;
     }
   } catch (const std::bad_alloc&) {
@@ -72,10 +71,7 @@ class StayOnNode {
   StayOnNode(const StayOnNode&) = delete;
   StayOnNode& operator=(const StayOnNode&) = delete;
 
-  int node() const { return node_; }
-
  private:
-  int node_ = 0;
   std::optional<CpuSet> before_;
 };
 
