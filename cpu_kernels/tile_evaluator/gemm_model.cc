@@ -418,7 +418,7 @@ class TaskCounter {
     const bool gradient = p_.form == GemmForm::kGradient;
     // Kept: the operand whose groups are the outer loop of the kernel.
     const std::int64_t kept_group = p_.form == GemmForm::kUnpack ? kTileColumns : left;
-    const std::int64_t passed_group = p_.form == GemmForm::kDirect ? right : p_.form == GemmForm::kUnpack ? left : right;
+    const std::int64_t passed_group = p_.form == GemmForm::kUnpack ? left : right;
     const std::int64_t kept_size = gradient ? call_rows : call_columns, passed_size = gradient ? call_columns : call_rows;
     double kept = gradient ? activations : weights;
     const double passed = gradient ? weights : activations;

@@ -12,8 +12,6 @@
 namespace moesaic::bench {
 namespace {
 
-std::int64_t InputBytes(const GemmProblem& problem) { return problem.input_bytes; }
-
 /// Memory of the calling thread's own, kept for its next task.
 std::byte* Scratch(std::int64_t bytes) {
   thread_local AlignedBuffer buffer;
@@ -127,7 +125,7 @@ void GroupedGemm::PackActivations(int workers) {
     const Group& group = *piece.group;
     const void* rows[kChunk];
     const std::int64_t count = std::min(kChunk, group.rows - piece.row);
-    for (std::int64_t r = 0; r < count; ++r) rows[r] = group.x + (piece.row + r) * problem_.k * InputBytes(problem_);
+    for (std::int64_t r = 0; r < count; ++r) rows[r] = group.x + (piece.row + r) * problem_.k * problem_.input_bytes;
     PackRowsArgs pack;
     pack.rows = rows;
     pack.dtype = problem_.input_bytes == 4 ? DType::kFloat32 : DType::kBFloat16;
