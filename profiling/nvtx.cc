@@ -104,7 +104,7 @@ const Event* MakeEvent(const std::string& name, const std::string& category) {
   return event;
 }
 
-void Push(const Event& event, TaskScope::Subject subject, double flops, double bytes) {
+void Push(const Event& event, TaskSubject subject, double flops, double bytes) {
   nvtxEventAttributes_t attributes = event.attributes;
 #ifdef NVTX_PAYLOAD_TYPE_EXT
   if (payload_schema != 0 && (subject.expert >= 0 || flops > 0 || bytes > 0)) {

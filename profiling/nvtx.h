@@ -48,7 +48,7 @@ struct Payload {
 };
 
 /// Only where Active(). Pushes and pops on the calling thread nest.
-void Push(const Event& event, TaskScope::Subject subject, double flops = 0, double bytes = 0);
+void Push(const Event& event, TaskSubject subject, double flops = 0, double bytes = 0);
 void Pop();
 
 /// A range that tools see and timers do not count. `event` is made by the first one that opens.

@@ -15,7 +15,7 @@ const Event* MakeEvent(const std::string& /*name*/, const std::string& /*categor
   throw std::logic_error("built without NVTX");
 }
 
-void Push(const Event& /*event*/, TaskScope::Subject /*subject*/, double /*flops*/, double /*bytes*/) {}
+void Push(const Event& /*event*/, TaskSubject /*subject*/, double /*flops*/, double /*bytes*/) {}
 
 void Pop() {}
 

@@ -291,7 +291,7 @@ class Counter {
 
 void Trace(RangeId id, std::int64_t begin_ns, std::int64_t end_ns, const Work& work) {
   if (!TraceEnabled()) return;
-  const TaskScope::Subject subject = TaskScope::Current();
+  const TaskSubject subject = TaskScope::Current();
   Record({.begin_ns = begin_ns,
           .end_ns = end_ns,
           .flops = work.flops,
@@ -320,7 +320,7 @@ int PushEvents(RangeId id, const Work& work) {
   Entry& entry = *Registry::Get().entries[id];
   const nvtx::Event& event = EventOf(entry);  // all that may throw comes before the first push
   const int outer = entry.parent >= 0 ? PushEvents(entry.parent, {}) : 0;
-  nvtx::Push(event, entry.kind == RangeKind::kSum ? TaskScope::Subject{} : TaskScope::Current(), work.flops, work.bytes);
+  nvtx::Push(event, entry.kind == RangeKind::kSum ? TaskSubject{} : TaskScope::Current(), work.flops, work.bytes);
   return outer + 1;
 }
 

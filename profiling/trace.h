@@ -80,12 +80,11 @@ class TaskScope {
   TaskScope(const TaskScope&) = delete;
   TaskScope& operator=(const TaskScope&) = delete;
 
-  using Subject = TaskSubject;
-  static Subject Current() { return current; }
+  static TaskSubject Current() { return current; }
 
  private:
-  Subject outer_;
-  inline static thread_local constinit Subject current{};
+  TaskSubject outer_;
+  inline static thread_local constinit TaskSubject current{};
 };
 
 }  // namespace moesaic::profiling
