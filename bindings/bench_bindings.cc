@@ -10,6 +10,7 @@
 #include "bindings/tensor.h"
 #include "cpu_kernels/gemm/pack.h"
 #include "cpu_kernels/kernels.h"
+#include "cpu_kernels/tensor_text.h"
 #include "moe/workspace.h"
 #include "profiling/bench/ceiling.h"
 #include "profiling/bench/gemm_probe.h"
@@ -134,11 +135,10 @@ void RegisterPoolProbe(py::module_& module) {
 }
 
 MatrixView MatrixOf(const py::object& tensor, const char* name, DType dtype) {
-  const char* type = dtype == DType::kFloat32 ? "float32" : "bfloat16";
-  const TensorView view = ViewOf(tensor, {name}, type);
+  const TensorView view = ViewOf(tensor, {name}, NameOf(dtype));
   if (view.rank != 2 || view.dtype != dtype) {
     throw std::invalid_argument(std::string(name) + " has " + std::to_string(view.rank) + " dimensions of " +
-                                std::to_string(SizeOf(view.dtype)) + " bytes, expected two of " + type);
+                                NameOf(view.dtype) + ", expected two of " + NameOf(dtype));
   }
   return {view.data, view.dtype, view.shape[0], view.shape[1], view.stride[0], view.stride[1]};
 }

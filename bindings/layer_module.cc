@@ -15,6 +15,7 @@
 #include "bindings/arena.h"
 #include "bindings/interpreter_end.h"
 #include "bindings/tensor.h"
+#include "cpu_kernels/tensor_text.h"
 #include "moe/layer.h"
 #include "profiling/calls.h"
 #include "threadpool/pool.h"
@@ -43,16 +44,10 @@ constexpr std::array<PairField, 4> kPairFields = {{
     {"down.a", "down.b", &moe::LoraAdapter::down, &moe::LoraAdapterGrad::down},
 }};
 
-std::string ShapeOf(const TensorView& view) {
-  std::string text = "[";
-  for (int d = 0; d < view.rank; ++d) text += (d == 0 ? "" : ", ") + std::to_string(view.shape[static_cast<std::size_t>(d)]);
-  return text + "]";
-}
-
 /// PEFT's A of all experts, [E * r, in] with row e * r + k, as [E, r, in].
 TensorView SplitA(const TensorView& fused, std::int64_t experts, const ArgumentName& name) {
   if (fused.rank != 2 || fused.shape[0] % experts != 0) {
-    throw std::invalid_argument(name.ToString() + " has shape " + ShapeOf(fused) +
+    throw std::invalid_argument(name.ToString() + " has shape " + ShapeText(fused) +
                                 "; expected [E * r, in] with E = " + std::to_string(experts));
   }
   const std::int64_t rank = fused.shape[0] / experts;
@@ -63,7 +58,7 @@ TensorView SplitA(const TensorView& fused, std::int64_t experts, const ArgumentN
 /// PEFT's B of all experts, [out, r * E] with column k * E + e, as [E, out, r].
 TensorView SplitB(const TensorView& fused, std::int64_t experts, const ArgumentName& name) {
   if (fused.rank != 2 || fused.shape[1] % experts != 0) {
-    throw std::invalid_argument(name.ToString() + " has shape " + ShapeOf(fused) +
+    throw std::invalid_argument(name.ToString() + " has shape " + ShapeText(fused) +
                                 "; expected [out, r * E] with E = " + std::to_string(experts));
   }
   return {fused.data,
@@ -77,7 +72,7 @@ TensorView SplitB(const TensorView& fused, std::int64_t experts, const ArgumentN
 /// name.
 void ExpectOneOfEachExpert(const TensorView& tensor, const ArgumentName& name, const char* expected) {
   if (tensor.rank != 2) return;
-  throw std::invalid_argument(name.ToString() + " has shape " + ShapeOf(tensor) + " and its pair has no experts=; expected " +
+  throw std::invalid_argument(name.ToString() + " has shape " + ShapeText(tensor) + " and its pair has no experts=; expected " +
                               expected);
 }
 

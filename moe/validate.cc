@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cpu_kernels/tensor_access.h"
+#include "cpu_kernels/tensor_text.h"
 
 namespace moesaic::moe {
 namespace {
@@ -29,35 +30,11 @@ template <typename... Parts>
   throw std::invalid_argument(message.str());
 }
 
-const char* Name(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return "float32";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kInt32:
-      return "int32";
-    case DType::kInt64:
-      return "int64";
-  }
-  return "an unknown type";
-}
-
 /// One dimension that is expected: a size, or -1 for any, with the letter that stands for it in messages.
 struct Dim {
   std::int64_t size;
   const char* letter;
 };
-
-std::string ShapeOf(const TensorView& view) {
-  std::ostringstream text;
-  text << '[';
-  for (int d = 0; d < view.rank; ++d) text << (d == 0 ? "" : ", ") << view.shape[static_cast<std::size_t>(d)];
-  text << ']';
-  return text.str();
-}
 
 std::string Describe(std::initializer_list<Dim> dims) {
   std::ostringstream text;
@@ -84,13 +61,13 @@ void CheckTensor(const std::string& name, const TensorView& view, std::initializ
     matches = view.shape[d] >= 0 && (expected < 0 || view.shape[d] == expected);
     empty |= view.shape[d] == 0;
   }
-  if (!matches) Fail(name, " has shape ", ShapeOf(view), "; expected ", Describe(dims));
+  if (!matches) Fail(name, " has shape ", ShapeText(view), "; expected ", Describe(dims));
   if (std::find(types.begin(), types.end(), view.dtype) == types.end()) {
     std::string expected;
-    for (const DType type : types) expected += (expected.empty() ? "" : " or ") + std::string(Name(type));
-    Fail(name, " is ", Name(view.dtype), "; expected ", expected);
+    for (const DType type : types) expected += (expected.empty() ? "" : " or ") + std::string(NameOf(type));
+    Fail(name, " is ", NameOf(view.dtype), "; expected ", expected);
   }
-  if (!empty && view.data == nullptr) Fail(name, " has shape ", ShapeOf(view), " but its data is null");
+  if (!empty && view.data == nullptr) Fail(name, " has shape ", ShapeText(view), " but its data is null");
 }
 
 /// Whether no two elements share memory: along each dimension, in the order of the strides, one step leads past all that the

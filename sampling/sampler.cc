@@ -11,6 +11,7 @@
 
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tensor_access.h"
+#include "cpu_kernels/tensor_text.h"
 #include "sampling/row.h"
 #include "sampling/stages.h"
 
@@ -31,12 +32,6 @@ std::string Text(T value) {
 template <typename T>
 void Require(bool holds, const char* name, T value, const char* expected) {
   if (!holds) throw std::invalid_argument(std::string(name) + " is " + Text(value) + "; expected " + expected);
-}
-
-std::string ShapeOf(const TensorView& view) {
-  std::string text = "[";
-  for (int d = 0; d < view.rank; ++d) text += (d > 0 ? ", " : "") + std::to_string(view.shape[static_cast<std::size_t>(d)]);
-  return text + "]";
 }
 
 bool IsFloat(DType dtype) { return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16; }
@@ -60,7 +55,8 @@ void Validate(const SampleArgs& args) {
   ValidateOptions(args.options);
   const TensorView& logits = args.logits;
   if (logits.rank != 2 || !IsFloat(logits.dtype)) {
-    throw std::invalid_argument("logits has shape " + ShapeOf(logits) + "; expected [rows, V] of bfloat16, float16 or float32");
+    throw std::invalid_argument("logits has shape " + ShapeText(logits) +
+                                "; expected [rows, V] of bfloat16, float16 or float32");
   }
   const std::int64_t rows = logits.shape[0];
   if (logits.shape[1] < 1 || logits.shape[1] > kMostColumns) {
@@ -69,18 +65,18 @@ void Validate(const SampleArgs& args) {
   }
   const TensorView& context = args.context;
   if (context.defined() && (context.rank != 2 || context.shape[0] != rows || IsFloat(context.dtype))) {
-    throw std::invalid_argument("context has shape " + ShapeOf(context) + "; expected [" + std::to_string(rows) +
+    throw std::invalid_argument("context has shape " + ShapeText(context) + "; expected [" + std::to_string(rows) +
                                 ", n] of int64 or int32");
   }
   const TensorView& scores = args.scores;
   if (scores.defined() && (scores.rank != 2 || scores.dtype != logits.dtype || scores.shape != logits.shape)) {
-    throw std::invalid_argument("out has shape " + ShapeOf(scores) + "; expected " + ShapeOf(logits) +
+    throw std::invalid_argument("out has shape " + ShapeText(scores) + "; expected " + ShapeText(logits) +
                                 " in the type of logits");
   }
   const TensorView& ids = args.row_ids;
   if (!ids.defined()) return;
   if (ids.rank != 1 || ids.shape[0] != rows || IsFloat(ids.dtype)) {
-    throw std::invalid_argument("row_ids has shape " + ShapeOf(ids) + "; expected [" + std::to_string(rows) +
+    throw std::invalid_argument("row_ids has shape " + ShapeText(ids) + "; expected [" + std::to_string(rows) +
                                 "] of int64 or int32");
   }
   for (std::int64_t i = 0; i < rows; ++i) {

@@ -5,18 +5,10 @@
 #include <string>
 
 #include "cpu_kernels/gemm/pack.h"
+#include "cpu_kernels/tensor_text.h"
 
 namespace moesaic::fused {
 namespace {
-
-std::string ShapeText(const TensorView& view) {
-  std::string text = "[";
-  for (int d = 0; d < view.rank; ++d) {
-    if (d > 0) text += ", ";
-    text += std::to_string(view.shape[static_cast<std::size_t>(d)]);
-  }
-  return text + "]";
-}
 
 MatrixView ViewOf(const TensorView& weight) {
   return {weight.data, weight.dtype, weight.shape[0], weight.shape[1], weight.stride[0], weight.stride[1]};
