@@ -8,6 +8,7 @@
 #include <string>
 
 #include "bindings/tensor.h"
+#include "bindings/thread_source.h"
 #include "cpu_kernels/gemm/pack.h"
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tensor_text.h"
@@ -110,12 +111,6 @@ py::list NumaRows() {
     rows.append(row);
   }
   return rows;
-}
-
-threadpool::ThreadSource SourceNamed(const std::string& source) {
-  if (source == "own") return threadpool::ThreadSource::kOwn;
-  if (source == "openmp") return threadpool::ThreadSource::kOpenMp;
-  throw std::invalid_argument("source is \"" + source + "\"; expected \"openmp\" or \"own\"");
 }
 
 void RegisterPoolProbe(py::module_& module) {

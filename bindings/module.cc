@@ -4,9 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdlib>
-#include <stdexcept>
 #include <string>
-#include <string_view>
 
 #include "bindings/arena.h"
 #include "bindings/bench_bindings.h"
@@ -17,6 +15,7 @@
 #include "bindings/profiling_bindings.h"
 #include "bindings/sampling_bindings.h"
 #include "bindings/tensor.h"
+#include "bindings/thread_source.h"
 #include "cpu_kernels/fused/scratch.h"
 #include "cpu_kernels/isa.h"
 #include "moe/workspace.h"
@@ -33,10 +32,8 @@ namespace {
 /// other.
 threadpool::ThreadSource SourceFromEnvironment() {
   const char* value = std::getenv("MOESAIC_THREAD_SOURCE");
-  const std::string_view source = value == nullptr ? "" : value;
-  if (source.empty() || source == "openmp") return threadpool::ThreadSource::kOpenMp;
-  if (source == "own") return threadpool::ThreadSource::kOwn;
-  throw std::invalid_argument("MOESAIC_THREAD_SOURCE is \"" + std::string(source) + "\"; expected \"openmp\" or \"own\"");
+  const std::string source = value == nullptr ? "" : value;
+  return source.empty() ? threadpool::ThreadSource::kOpenMp : SourceNamed(source, "MOESAIC_THREAD_SOURCE");
 }
 
 py::dict TierToDict(const IsaTier& tier) {
@@ -61,14 +58,7 @@ void BindThreads(py::module_& module) {
   module.def("set_num_threads", [](int n) { threadpool::Pool::Default().SetNumThreads(n); }, py::arg("n"), unlocked);
   module.def("get_num_threads", [] { return threadpool::Pool::Default().num_threads(); }, unlocked);
   module.def(
-      "set_thread_source",
-      [](const std::string& source) {
-        if (source != "own" && source != "openmp") {
-          throw std::invalid_argument("source is \"" + source + "\"; expected \"openmp\" or \"own\"");
-        }
-        threadpool::Pool::Default().SetSource(source == "own" ? threadpool::ThreadSource::kOwn
-                                                              : threadpool::ThreadSource::kOpenMp);
-      },
+      "set_thread_source", [](const std::string& source) { threadpool::Pool::Default().SetSource(SourceNamed(source)); },
       py::arg("source"), unlocked);
   // Not done while the module is initialised, where an error would come out as ImportError.
   module.def("apply_environment", [] {
