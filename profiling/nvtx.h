@@ -33,8 +33,8 @@ inline bool Active() {
   return now == State::kTool;
 }
 
-/// Only where Active(). Throws std::bad_alloc. A tool sees few categories: "LoRA", "forward", "backward", and those that ranges
-/// of no layer have ("pool", "run").
+/// Only where Active(). Throws std::bad_alloc. A tool sees few categories: "LoRA", "forward" and "backward" of phases, and of
+/// other ranges their own ("fused", "sample", "layer", "pool", "run").
 const Event* MakeEvent(const std::string& name, const std::string& category);
 
 /// What a range inside a task, or one that counts its work, tells a tool beside its name: a payload of NVTX's extension with

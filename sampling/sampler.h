@@ -52,8 +52,8 @@ struct SampleArgs {
   Options options;
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;  ///< which draw: the number of the step, say
-  TensorView row_ids;        ///< [rows] int64 in [0, 2^32); undefined: 0, 1, 2, ...
-  TensorView context;        ///< [rows, n] int64; numbers outside [0, V) count as padding; undefined: no penalties
+  TensorView row_ids;        ///< [rows] int64 or int32 in [0, 2^32); undefined: 0, 1, 2, ...
+  TensorView context;        ///< [rows, n] int64 or int32; numbers outside [0, V) count as padding; undefined: no penalties
   Confidence confidence_kind = Confidence::kProbability;
   // Results; null or undefined: not wanted.
   std::int64_t* ids = nullptr;   ///< [rows]

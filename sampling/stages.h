@@ -1,4 +1,4 @@
-// The stages of sampling, as timers and NVTX ranges in the category "sample".
+// The stages of sampling, as timers and NVTX ranges: the whole call in the category "layer", its steps in "sample".
 #pragma once
 
 #include <cstdint>

@@ -40,7 +40,7 @@ class LaneClock {
     since_ = now;
   }
 
-  /// The lane took a task from another one; `queued` are left in its own deque.
+  /// The lane took a task from the lane `victim`.
   void Stole(int victim) {
     if (!on_) return;
     ++steals_;

@@ -65,7 +65,7 @@ inline void Weights(const WeightsArgs& args) {
 
 template <typename T>
 inline ExactSums ExactSumsOf(const T* logits, const ExactSumsArgs& args) {
-  // Eight partial sums of each: one order of addition on every instruction set.
+  // Sixteen partial sums of each: one order of addition on every instruction set.
   double all[16] = {}, above[16] = {};
   for (std::int64_t i = 0; i < args.row.size; i += 16) {
     float x[16];

@@ -307,13 +307,13 @@ class Measurement:
         for n in _counts(host.threads):
             self._tell(f"memory of {n} thread{'s' if n > 1 else ''}")
             self._probes[n] = _core.MachineProbe(n, host.far)
-        # Rows with which the kernels are tried on weights from memory; between one and all threads only those that
-        # the memory bounds.
         self._products: list[_Product] = []
         # In as many tasks as threads, all of which, or none but one, read the same activations; in fewer tasks.
         self._shared: list[_EqualTasks] = []
         self._fewer: dict[int, list[_EqualTasks]] = {}
         self._far: _core.FarWeights | None = None
+        # Rows with which the kernels are tried on weights from memory; between one and all threads only those that
+        # the memory bounds.
         self._rows: dict[str, _StreamRows] = {}
         self._fewest: dict[str, _StreamRows] = {}
         self.forget()
