@@ -34,6 +34,8 @@ void Require(bool holds, const char* name, T value, const char* expected) {
   if (!holds) throw std::invalid_argument(std::string(name) + " is " + Text(value) + "; expected " + expected);
 }
 
+std::string TypedShape(const TensorView& view) { return ShapeText(view) + " of " + NameOf(view.dtype); }
+
 bool IsFloat(DType dtype) { return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16; }
 
 void ValidateOptions(const Options& options) {
@@ -55,7 +57,7 @@ void Validate(const SampleArgs& args) {
   ValidateOptions(args.options);
   const TensorView& logits = args.logits;
   if (logits.rank != 2 || !IsFloat(logits.dtype)) {
-    throw std::invalid_argument("logits has shape " + ShapeText(logits) +
+    throw std::invalid_argument("logits has shape " + TypedShape(logits) +
                                 "; expected [rows, V] of bfloat16, float16 or float32");
   }
   const std::int64_t rows = logits.shape[0];
@@ -65,18 +67,17 @@ void Validate(const SampleArgs& args) {
   }
   const TensorView& context = args.context;
   if (context.defined() && (context.rank != 2 || context.shape[0] != rows || IsFloat(context.dtype))) {
-    throw std::invalid_argument("context has shape " + ShapeText(context) + "; expected [" + std::to_string(rows) +
+    throw std::invalid_argument("context has shape " + TypedShape(context) + "; expected [" + std::to_string(rows) +
                                 ", n] of int64 or int32");
   }
   const TensorView& scores = args.scores;
   if (scores.defined() && (scores.rank != 2 || scores.dtype != logits.dtype || scores.shape != logits.shape)) {
-    throw std::invalid_argument("out has shape " + ShapeText(scores) + "; expected " + ShapeText(logits) +
-                                " in the type of logits");
+    throw std::invalid_argument("out has shape " + TypedShape(scores) + "; expected " + TypedShape(logits) + ", as logits");
   }
   const TensorView& ids = args.row_ids;
   if (!ids.defined()) return;
   if (ids.rank != 1 || ids.shape[0] != rows || IsFloat(ids.dtype)) {
-    throw std::invalid_argument("row_ids has shape " + ShapeText(ids) + "; expected [" + std::to_string(rows) +
+    throw std::invalid_argument("row_ids has shape " + TypedShape(ids) + "; expected [" + std::to_string(rows) +
                                 "] of int64 or int32");
   }
   for (std::int64_t i = 0; i < rows; ++i) {

@@ -9,15 +9,17 @@
 
 namespace moesaic::fused {
 
-/// [rows, columns] of `dtype` with contiguous columns.
-inline void Check(const TensorView& view, const char* name, std::int64_t rows, std::int64_t columns, DType dtype) {
+/// [rows, columns] of `dtype`, which `like` has, with contiguous columns.
+inline void Check(const TensorView& view, const char* name, std::int64_t rows, std::int64_t columns, DType dtype,
+                  const char* like = "x") {
   if (view.rank != 2 || view.shape[0] != rows || view.shape[1] != columns) {
     const std::string came = view.rank == 2 ? ShapeText(view) : std::to_string(view.rank) + " dimensions";
     throw std::invalid_argument(std::string(name) + " has shape " + came + "; expected [" + std::to_string(rows) + ", " +
                                 std::to_string(columns) + "]");
   }
   if (view.dtype != dtype) {
-    throw std::invalid_argument(std::string(name) + " is not " + NameOf(dtype) + "; expected the type of x");
+    throw std::invalid_argument(std::string(name) + " is " + NameOf(view.dtype) + "; expected " + NameOf(dtype) + ", as " +
+                                like);
   }
   if (columns > 1 && view.stride[1] != 1) {
     throw std::invalid_argument(std::string(name) + " has gaps between its columns; expected contiguous rows");
@@ -30,7 +32,7 @@ inline void CheckMatrix(const TensorView& view, const char* name) {
     throw std::invalid_argument(std::string(name) + " has " + std::to_string(view.rank) + " dimensions; expected two");
   }
   if (view.dtype != DType::kBFloat16 && view.dtype != DType::kFloat32) {
-    throw std::invalid_argument(std::string(name) + " is neither bfloat16 nor float32; expected one of these");
+    throw std::invalid_argument(std::string(name) + " is " + NameOf(view.dtype) + "; expected bfloat16 or float32");
   }
 }
 

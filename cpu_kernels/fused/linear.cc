@@ -507,8 +507,8 @@ void NormGrad(const NormGradArgs& args, Pool& pool) {
   constexpr std::int64_t kRows = 64;
   CheckMatrix(args.d_out, "d_out");
   const std::int64_t rows = args.d_out.shape[0], columns = args.d_out.shape[1], blocks = CeilDiv(rows, kRows);
-  Check(args.normalized, "normalized", rows, columns, args.d_out.dtype);
-  Check(args.d_in, "d_in", rows, columns, args.d_out.dtype);
+  Check(args.normalized, "normalized", rows, columns, args.d_out.dtype, "d_out");
+  Check(args.d_in, "d_in", rows, columns, args.d_out.dtype, "d_out");
   const KernelTier& kernels = ChosenKernels();
   const std::vector<float> ones(args.gamma == nullptr ? columns : 0, 1.0f);
   const std::int64_t ld = RoundUp(columns, 16);
@@ -551,8 +551,8 @@ void ActivationGrad(Activation activation, const TensorView& d_out, const Tensor
                     Pool& pool) {
   CheckMatrix(d_out, "d_out");
   const std::int64_t rows = d_out.shape[0], columns = d_out.shape[1], size = SizeOf(d_out.dtype);
-  Check(pre, "pre", rows, columns, d_out.dtype);
-  Check(d_pre, "d_pre", rows, columns, d_out.dtype);
+  Check(pre, "pre", rows, columns, d_out.dtype, "d_out");
+  Check(d_pre, "d_pre", rows, columns, d_out.dtype, "d_out");
   const KernelTier& kernels = ChosenKernels();
   const std::int64_t step = RowsPerTask(3 * columns * size);
   pool.ParallelFor(CeilDiv(rows, step), [&](std::int64_t i, int) {

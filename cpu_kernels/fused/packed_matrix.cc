@@ -25,7 +25,7 @@ DType CheckedType(const TensorView& weight) {
     throw std::invalid_argument("weight has shape " + ShapeText(weight) + "; expected [N, K], neither of them 0");
   }
   if (weight.dtype != DType::kBFloat16 && weight.dtype != DType::kFloat32) {
-    throw std::invalid_argument("weight is neither bfloat16 nor float32; expected one of these");
+    throw std::invalid_argument(std::string("weight is ") + NameOf(weight.dtype) + "; expected bfloat16 or float32");
   }
   return weight.dtype;
 }
@@ -58,8 +58,9 @@ PackedMatrix::PackedMatrix(const TensorView& weight, threadpool::Pool& pool)
 
 void PackedMatrix::Unpack(const TensorView& weight, threadpool::Pool& pool) const {
   if (weight.rank != 2 || weight.shape[0] != rows_ || weight.shape[1] != columns_ || weight.dtype != dtype_) {
-    throw std::invalid_argument("weight has shape " + ShapeText(weight) + "; expected [" + std::to_string(rows_) + ", " +
-                                std::to_string(columns_) + "] in the type that was packed");
+    throw std::invalid_argument("weight has shape " + ShapeText(weight) + " of " + NameOf(weight.dtype) + "; expected [" +
+                                std::to_string(rows_) + ", " + std::to_string(columns_) + "] of " + NameOf(dtype_) +
+                                ", as was packed");
   }
   if (dtype_ == DType::kBFloat16) {
     const MatrixView view = ViewOf(weight);

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "cpu_kernels/fused/linear.h"
@@ -535,6 +537,29 @@ TEST(FusedLayerTest, RefusesWhatDoesNotFit) {
   TensorView vector = x.view();
   vector.rank = 1;
   EXPECT_THROW(fused::PackedMatrix(vector, pool), std::invalid_argument);
+}
+
+TEST(FusedLayerTest, RefusalsNameBothTypes) {
+  threadpool::Pool pool(1);
+  const Rows weight(DType::kFloat32, Dense(8, 16), 16), low(DType::kBFloat16, Dense(8, 16), 16);
+  const fused::PackedMatrix packed(weight.view(), pool);
+  const auto refusal = [](auto call) -> std::string {
+    try {
+      call();
+    } catch (const std::invalid_argument& error) {
+      return error.what();
+    }
+    return "";
+  };
+  TensorView half = low.view();
+  half.dtype = DType::kFloat16;
+  EXPECT_EQ(refusal([&] { const fused::PackedMatrix of_half(half, pool); }), "weight is float16; expected bfloat16 or float32");
+  EXPECT_EQ(refusal([&] { packed.Unpack(low.view(), pool); }),
+            "weight has shape [8, 16] of bfloat16; expected [8, 16] of float32, as was packed");
+  fused::NormGradArgs grad;
+  grad.d_out = weight.view();
+  grad.normalized = low.view();
+  EXPECT_EQ(refusal([&] { fused::NormGrad(grad, pool); }), "normalized is bfloat16; expected float32, as d_out");
 }
 
 }  // namespace

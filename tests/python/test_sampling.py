@@ -150,9 +150,27 @@ def test_penalties():
             "repetition_penalty",
         ),
         ({"repetition_penalty": 1.5}, ValueError, "context is missing"),
-        ({"context": torch.zeros(3, 1, dtype=torch.int64), "presence_penalty": 1.0}, ValueError, "context has shape"),
+        (
+            {"context": torch.zeros(3, 1, dtype=torch.int64), "presence_penalty": 1.0},
+            ValueError,
+            r"context has shape \[3, 1\] of int64; expected \[2, n\] of int64 or int32",
+        ),
+        (
+            {"context": torch.zeros(2, 1), "presence_penalty": 1.0},
+            ValueError,
+            r"context has shape \[2, 1\] of float32; expected \[2, n\] of int64 or int32",
+        ),
         ({"row_ids": torch.tensor([0, -1])}, ValueError, "row_ids is -1"),
-        ({"row_ids": torch.tensor([0])}, ValueError, "row_ids has shape"),
+        (
+            {"row_ids": torch.tensor([0])},
+            ValueError,
+            r"row_ids has shape \[1\] of int64; expected \[2\] of int64 or int32",
+        ),
+        (
+            {"row_ids": torch.zeros(2)},
+            ValueError,
+            r"row_ids has shape \[2\] of float32; expected \[2\] of int64 or int32",
+        ),
     ],
 )
 def test_wrong_options(options, error, text):
@@ -167,7 +185,11 @@ def test_wrong_options(options, error, text):
         ([1.0], TypeError, "logits is a list"),
         (torch.zeros(4), ValueError, "logits has shape"),
         (torch.zeros(2, 0), ValueError, "vocabulary of 0"),
-        (torch.zeros(2, 3, dtype=torch.int64), ValueError, "logits"),
+        (
+            torch.zeros(2, 3, dtype=torch.int64),
+            ValueError,
+            r"logits has shape \[2, 3\] of int64; expected \[rows, V\] of bfloat16, float16 or float32",
+        ),
         (torch.zeros(2, 3, dtype=torch.float64), ValueError, "logits is torch.float64"),
         (torch.tensor([[0.0, 1.0], [0.0, math.nan]]), ValueError, "a NaN in row 1"),
         (torch.full((1, 300), -INF), ValueError, "nothing but -infinity in row 0"),
