@@ -430,19 +430,6 @@ def test_threads_and_tiers_are_checked(machine):
         GemmEvaluator(machine, cache=False, mode="measured")
 
 
-def test_nearest_answers_from_what_is_known(machine):
-    evaluator = GemmEvaluator(machine, cache=False)
-    evaluator.evaluate_many([GemmShape(m=m, k=2048, n=4096) for m in (16, 512)])
-    looked = evaluator.candidates
-    shape = GemmShape(m=500, k=1900, n=4000)
-    near = evaluator.nearest(shape)
-    assert near.source == "nearest" and evaluator.candidates == looked
-    exact = evaluator.evaluate(shape)
-    assert exact.milliseconds <= near.milliseconds <= 2 * exact.milliseconds
-    assert evaluator.nearest(shape) == exact
-    assert GemmEvaluator(machine, cache=False).nearest(shape).source == "analytic"  # nothing known
-
-
 # ---- cache and prewarming ----
 
 

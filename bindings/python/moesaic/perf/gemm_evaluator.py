@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -61,7 +60,7 @@ class GemmEstimate:
     candidates: int
     """Configurations that were looked at."""
     source: str = "analytic"
-    """"analytic", "measured" or "nearest"."""
+    """"analytic" or "measured"."""
 
 
 class GemmEvaluator:
@@ -166,24 +165,6 @@ class GemmEvaluator:
                 uses[shape] = uses.get(shape, 0) + count
         return sorted(uses, key=lambda shape: -uses[shape])
 
-    def nearest(self, shape: GemmShape) -> GemmEstimate:
-        """An answer at once for a shape that was never looked at: the configuration of the nearest known one of the
-        same form and types, with the time that the model gives it here. Without any known one, `evaluate`."""
-        if shape in self._answers:
-            return self._answers[shape][1]
-        best, distance = None, math.inf
-        for other, (_, answer) in self._answers.items():
-            if (other.output, other.weights, other.form) != (shape.output, shape.weights, shape.form):
-                continue
-            apart = _distance(shape, other)
-            if apart < distance:
-                best, distance = answer, apart
-        if best is None:
-            return self.evaluate(shape)
-        configuration = _fitted(best.configuration, shape)
-        row = self._core.estimate(problem_of(shape, configuration.form), configuration.as_tuple())
-        return _estimate(row, configuration.form, "nearest")
-
     def estimate(self, shape: GemmShape, configuration: Configuration) -> GemmEstimate:
         """The time of a given configuration.
 
@@ -191,14 +172,14 @@ class GemmEvaluator:
             ValueError: the kernels cannot run it.
         """
         row = self._core.estimate(problem_of(shape, configuration.form), configuration.as_tuple())
-        return _estimate(row, configuration.form, "analytic")
+        return _estimate(row, configuration.form)
 
     def rank(self, shape: GemmShape, count: int) -> list[GemmEstimate]:
         """The best `count` configurations, best first."""
         found = []
         for form in _forms(shape):
             rows = self._core.rank(problem_of(shape, form), self.space, count)
-            found += [_estimate(row, form, "analytic") for row in rows]
+            found += [_estimate(row, form) for row in rows]
         return sorted(found, key=lambda e: e.milliseconds)[:count]
 
     def _look_up(self, shape: GemmShape) -> GemmEstimate | None:
@@ -231,7 +212,7 @@ class GemmEvaluator:
         rows = self._core.choose([problem_of(shape, form) for shape, form in problems], self.space)
         best: dict[GemmShape, GemmEstimate] = {}
         for (shape, form), row in zip(problems, rows, strict=True):
-            answer = _estimate(row, form, "analytic")
+            answer = _estimate(row, form)
             self.candidates += answer.candidates
             if shape not in best or answer.milliseconds < best[shape].milliseconds:
                 best[shape] = answer
@@ -275,10 +256,10 @@ def problem_of(shape: GemmShape, form: str) -> tuple[Any, ...]:
     )
 
 
-def _estimate(row: tuple[Any, ...], form: str, source: str) -> GemmEstimate:
+def _estimate(row: tuple[Any, ...], form: str) -> GemmEstimate:
     configuration, milliseconds, parts, bound, candidates = row
     by_name = dict(zip(PARTS, parts, strict=True))
-    return GemmEstimate(milliseconds, by_name, PARTS[bound], Configuration(form, *configuration), candidates, source)
+    return GemmEstimate(milliseconds, by_name, PARTS[bound], Configuration(form, *configuration), candidates)
 
 
 def _to_json(answer: GemmEstimate) -> list[Any]:
@@ -307,27 +288,3 @@ def _from_json(value: Any) -> GemmEstimate | None:
         )
     except (TypeError, ValueError):
         return None
-
-
-def _distance(a: GemmShape, b: GemmShape) -> float:
-    pairs = ((a.m, b.m), (a.k, b.k), (a.n, b.n), (a.groups, b.groups))
-    return sum(abs(math.log((x + 1) / (y + 1))) for x, y in pairs)
-
-
-def _fitted(configuration: Configuration, shape: GemmShape) -> Configuration:
-    """The configuration of another shape, made legal for this one."""
-
-    def up(value: int, grid: int) -> int:
-        return -(-value // grid) * grid
-
-    columns, rows = up(shape.n, 128), up(max(shape.m, 1), 16)
-    task_rows, task_columns = min(configuration.task_rows, rows), min(up(configuration.task_columns, 128), columns)
-    depth, rounds = configuration.call_depth, shape.output == "bf16" and configuration.form != "unpack"
-    return dataclasses.replace(
-        configuration,
-        task_rows=task_rows,
-        task_columns=task_columns,
-        call_rows=min(configuration.call_rows, task_rows),
-        call_columns=min(up(configuration.call_columns, 32), task_columns),
-        call_depth=shape.k if depth % 256 != 0 or depth >= shape.k or rounds else depth,
-    )
