@@ -42,7 +42,6 @@ __all__ = [
     "ProfileCallback",
     "find_blocks",
     "fuse",
-    "peft_is_hooked",
     "prepare",
     "refusal",
     "restore",
@@ -58,7 +57,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _register() -> bool:
+def _register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts.experts_forward)
     try:
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
@@ -67,8 +66,7 @@ def _register() -> bool:
     else:
         ALL_FP8_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts.refuse_fp8_experts)
     attention.register()
-    return adapters.install()
+    adapters.install()
 
 
-#: Whether PEFT is there and hands its adapters to the engine.
-peft_is_hooked: bool = _register()
+_register()

@@ -72,15 +72,15 @@ def _pair(wrapper: Any, adapter: str) -> LoraPair:
     return LoraPair(columns.permute(2, 1, 0), rows.transpose(1, 2), scaling)
 
 
-def install() -> bool:
+def install() -> None:
     """Makes PEFT's ``ParamWrapper`` hand its adapters to the engine on blocks whose implementation is ours; on all
-    others it does what it did. Returns False where PEFT is missing, or too old to adapt parameters."""
+    others it does what it did. Nothing where PEFT is missing, or too old to adapt parameters."""
     try:
         from peft.tuners.lora.layer import ParamWrapper
     except ImportError:
-        return False
+        return
     if getattr(ParamWrapper, "_moesaic", False):
-        return True
+        return
     stock_activate = ParamWrapper._activate_lora
     stock_merge, stock_unmerge = ParamWrapper.merge, ParamWrapper.unmerge
 
@@ -105,7 +105,6 @@ def install() -> bool:
     ParamWrapper._activate_lora = activate_lora
     ParamWrapper.merge, ParamWrapper.unmerge = merge, unmerge
     ParamWrapper._moesaic = True
-    return True
 
 
 @contextmanager
