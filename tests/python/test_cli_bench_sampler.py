@@ -53,10 +53,14 @@ def test_unknown_names(option, capsys):
 
 
 def test_archives_of_one_second_do_not_collide(in_folder):
-    folders = {write_archive("x", {"a": 1}, None, "t") for _ in range(3)}
-    assert len(folders) == 3 and not (next(iter(folders)) / "profile.json").exists()
+    folders = {write_archive("x", {"a": 1}, {"b": 2}, "t") for _ in range(3)}
+    assert len(folders) == 3
+    for folder in folders:
+        assert json.loads((folder / "result.json").read_text()) == {"a": 1}
+        assert json.loads((folder / "profile.json").read_text()) == {"b": 2}
+        assert (folder / "table.txt").read_text() == "t"
     with pytest.raises(ValueError, match="name is 'a/b'"):
-        write_archive("a/b", {}, None, "")
+        write_archive("a/b", {}, {}, "")
 
 
 def test_what_cannot_be_kept_is_refused_before_the_run(in_folder, capsys):

@@ -36,13 +36,13 @@ def check_archive(name: str) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(RUNS))
 
 
-def write_archive(name: str, result: Mapping[str, Any], profile: Mapping[str, Any] | None, table: str) -> Path:
+def write_archive(name: str, result: Mapping[str, Any], profile: Mapping[str, Any], table: str) -> Path:
     """Writes one run.
 
     Args:
         name: what was run; letters, digits, ``.``, ``-`` and ``_``.
         result: the command's document.
-        profile: `moesaic.Profile.document`; None: the engine was not profiled.
+        profile: `moesaic.Profile.document`.
         table: the text that people read.
 
     Returns:
@@ -61,9 +61,7 @@ def write_archive(name: str, result: Mapping[str, Any], profile: Mapping[str, An
         except FileExistsError:
             continue
         break
-    files = {"result.json": result, PROFILE: profile}
-    for file, document in files.items():
-        if document is not None:
-            (folder / file).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    for file, document in (("result.json", result), (PROFILE, profile)):
+        (folder / file).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     (folder / "table.txt").write_text(table, encoding="utf-8")
     return folder
