@@ -115,7 +115,11 @@ def test_more_bytes_never_take_less_and_more_bandwidth_never_costs(
     time = collective_ms(operation, topology, more)
     assert 0.0 <= collective_ms(operation, topology, few) <= time
     rounding = 1e-12 * time
-    assert collective_ms(operation, topology.scaled(faster), more) <= time + rounding
+    wider = {
+        level: replace(link, bandwidth_gbps=link.bandwidth_gbps * faster)
+        for level, link in (("intra", topology.intra), ("inter", topology.inter))
+    }
+    assert collective_ms(operation, replace(topology, **wider), more) <= time + rounding
     for level in ("intra", "inter"):
         link = getattr(topology, level)
         doubled = replace(topology, **{level: replace(link, links=2 * link.links)})

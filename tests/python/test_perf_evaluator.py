@@ -273,11 +273,14 @@ def test_parts_add_up_and_the_largest_is_the_bound(machine):
         assert sum(answer.parts.values()) == pytest.approx(answer.milliseconds, rel=1e-9)
         assert min(answer.parts.values()) >= -1e-12 * answer.milliseconds
         assert answer.parts[answer.bound] == max(answer.parts.values())
+        assert answer.source == "analytic"
         # No faster than arithmetic and memory allow.
+        flops = 2.0 * sum(shape.group_rows) * shape.k * shape.n
         compute = perf.machine.at_threads(machine.compute_gflops, evaluator.threads)
-        assert answer.milliseconds >= 0.999 * shape.flops / compute * 1e-6
+        assert answer.milliseconds >= 0.999 * flops / compute * 1e-6
+        weight_bytes = 2 * shape.groups * shape.k * shape.n
         read = perf.machine.at_threads(machine.dram_gbps, evaluator.threads)
-        assert answer.milliseconds >= 0.999 * shape.weight_bytes / read * 1e-6
+        assert answer.milliseconds >= 0.999 * weight_bytes / read * 1e-6
 
 
 def test_the_choice_is_the_best_of_the_candidates(machine):

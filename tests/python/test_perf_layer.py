@@ -28,7 +28,6 @@ from moesaic.perf.calibration import (
     alone,
     fit,
     fit_in_model,
-    measure_layer,
     measure_layers,
 )
 from moesaic.perf.layer_model import ExpertsShape, LayerModel, adapters_in_place, job_slots
@@ -102,7 +101,7 @@ def test_slots_and_tasks_are_the_engines(shape: ExpertsShape, tokens: int, routi
     _core.reset_timers()
     _core.set_timers_enabled(True)
     try:
-        measured = measure_layer(LayerCase(shape, tokens, routing), 1)
+        (measured,) = measure_layers([LayerCase(shape, tokens, routing)], 1)
         calls, _ = _core.calls()
     finally:
         _core.set_timers_enabled(False)

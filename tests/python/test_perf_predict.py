@@ -85,7 +85,7 @@ def test_the_page_in_a_browser(
         count, each = (16, 32, 64, 128, 256)[tokens], (1, 2, 4, 8, 16)[devices]
         assert (int(found["tokens"]), int(found["devices"]), float(found["bandwidth"])) == (count, each, factor)
         expected = perf.run_simulation(
-            perf.Topology(devices=each, intra=perf.Link(48.0, 2.0)).scaled(factor),
+            perf.Topology(devices=each, intra=perf.Link(48.0 * factor, 2.0)),
             QWEN,
             perf.Inference(tokens=count, decode_tokens=3),
             None,

@@ -30,7 +30,6 @@ __all__ = [
     "calibration_cases",
     "fit",
     "fit_in_model",
-    "measure_layer",
     "measure_layers",
 ]
 
@@ -309,11 +308,6 @@ def measure_layers(
                 some.turn(turn, undisturbed, seconds / TURNS)
         after_turn()
     return [_measured(run, statistic, times, phases) for run, times, phases in zip(runs, timed, profiled, strict=True)]
-
-
-def measure_layer(case: LayerCase, repetitions: int) -> MeasuredLayer:
-    """One case, whatever others do meanwhile; as `measure_layers`."""
-    return measure_layers([case], repetitions)[0]
 
 
 def _measured(

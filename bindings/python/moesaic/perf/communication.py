@@ -16,7 +16,7 @@ is laid along a line and back, which its links carry at full rate because both d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from moesaic.perf.fields import at_least, one_of, whole
@@ -77,14 +77,6 @@ class Topology:
     def size(self) -> int:
         """All devices."""
         return self.nodes * self.devices
-
-    def scaled(self, bandwidth: float) -> Topology:
-        """The same with every bandwidth multiplied by `bandwidth`."""
-        return replace(
-            self,
-            intra=replace(self.intra, bandwidth_gbps=self.intra.bandwidth_gbps * bandwidth),
-            inter=replace(self.inter, bandwidth_gbps=self.inter.bandwidth_gbps * bandwidth),
-        )
 
 
 def split_mesh(devices: int) -> tuple[int, int]:

@@ -88,18 +88,6 @@ class GemmShape:
         return self.rows if self.rows is not None else (self.m,) * self.groups
 
     @property
-    def flops(self) -> float:
-        """2 m k n, over all groups."""
-        total = sum(self.rows) if self.rows is not None else self.m * self.groups
-        return 2.0 * total * self.k * self.n
-
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes of the weights of all groups with rows."""
-        groups = sum(r > 0 for r in self.group_rows) if self.rows is not None else self.groups
-        return groups * self.k * self.n * WEIGHTS[self.weights]
-
-    @property
     def key(self) -> str:
         """The shape as a part of a cache's key."""
         rows, weights = "even", self.weights + (_CACHED if self.cached else "")
