@@ -288,7 +288,7 @@ def test_steps_take_turns_with_layers(
     monkeypatch.setattr(training_step.TrainingStep, "run_alone", run_alone)
     told: list[str] = []
     plan = check.CheckPlan(repetitions=5, recalibrate=True, parts=("layer", "step"), seconds=1.0, disturbed=True)
-    document = check.run_check(2, plan, told.append)
+    document = check.run_check(plan, told.append)
     assert [row["group"] for row in document["summary"]] == ["step"] and document["left_out"] == {}
     for pair, tokens in zip(document["pairs"], (512, 192), strict=True):
         assert pair["name"] == f"demo model, {tokens} tokens, 2 layers"
@@ -320,7 +320,7 @@ def test_a_check_without_transformers(
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.setattr(check, "gemm_shapes", lambda: ())
     plan = check.CheckPlan(repetitions=1, recalibrate=True, parts=parts, seconds=1.0, disturbed=True)
-    document = check.run_check(2, plan, lambda text: None)
+    document = check.run_check(plan, lambda text: None)
     assert set(document["left_out"]) == left_out
     assert all("transformers or PEFT is missing" in why for why in document["left_out"].values())
     assert document["rates"] is None or document["rates"]["in_model"] == 1.0

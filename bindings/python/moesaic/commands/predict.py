@@ -260,7 +260,6 @@ def _linear(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    import moesaic
     from moesaic.perf.check import CheckPlan, run_check
 
     if args.machine != "here":
@@ -278,7 +277,7 @@ def _check(args: argparse.Namespace) -> int:
     elif not args.check:
         plan = replace(plan, parts=("layer",))
     with stdout_for_json(args.json), options.engine_clock(args):
-        document = run_check(moesaic.get_num_threads(), plan, options.progress())
+        document = run_check(plan, options.progress())
     if args.json:
         print_json(document)
     else:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from moesaic import _core
 from moesaic.perf.calibration import (
     CALIBRATION_MODEL,
     CALIBRATION_STEP,
@@ -116,14 +117,14 @@ def layer_cases(*, full: bool) -> tuple[LayerCase, ...]:
     return tuple(cases)
 
 
-def run_check(threads: int, plan: CheckPlan, progress: Callable[[str], None]) -> dict[str, Any]:
+def run_check(plan: CheckPlan, progress: Callable[[str], None]) -> dict[str, Any]:
     """Describes this host, runs everything and returns the document that `moesaic predict --check --json` prints.
 
     Args:
-        threads: of the engine.
         plan: what is run.
         progress: is told what is run.
     """
+    threads = _core.get_num_threads()
     measurement = Measurement(progress)
     measurement.rounds(ROUNDS)
     machine = measurement.machine()
