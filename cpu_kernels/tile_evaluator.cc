@@ -4,12 +4,12 @@
 
 #include <algorithm>
 
+#include "cpu_kernels/gemm/tiles.h"
+
 namespace moesaic {
 namespace {
 
 const Blocking* g_forced = nullptr;
-
-std::int64_t CeilDivide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
@@ -25,28 +25,28 @@ std::int64_t ChunkRows(std::int64_t rows, std::int64_t hidden, std::int64_t inte
   const std::int64_t usual = std::clamp<std::int64_t>(in_cache, std::clamp<std::int64_t>(least, 32, 192), kMaxChunkRows);
   // Half as many again are still one chunk: two would read the weights twice.
   const bool one = 2 * rows <= 3 * usual && rows <= kMaxChunkRows;
-  const std::int64_t chunks = one ? 1 : CeilDivide(rows, usual);
-  return CeilDivide(CeilDivide(rows, chunks), 32) * 32;
+  const std::int64_t chunks = one ? 1 : CeilDiv(rows, usual);
+  return RoundUp(CeilDiv(rows, chunks), 32);
 }
 
 std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t tasks_of_thread) {
-  return CeilDivide(tasks_of_thread * threads, std::max<std::int64_t>(1, pieces));
+  return CeilDiv(tasks_of_thread * threads, std::max<std::int64_t>(1, pieces));
 }
 
 std::int64_t PartsOfLongJob(std::int64_t rows, std::int64_t all_rows, int threads) {
   if (threads == 1 || rows == 0) return 1;
-  return CeilDivide(std::int64_t{2} * threads * rows, all_rows);
+  return CeilDiv(std::int64_t{2} * threads * rows, all_rows);
 }
 
 std::int64_t UnitsOfPart(std::int64_t intermediate, std::int64_t parts) {
-  const std::int64_t units = CeilDivide(intermediate, kIntermediateUnit);
-  return CeilDivide(units, std::min(units, parts));
+  const std::int64_t units = CeilDiv(intermediate, kIntermediateUnit);
+  return CeilDiv(units, std::min(units, parts));
 }
 
 std::int64_t ColumnsOfPart(std::int64_t hidden, std::int64_t parts) {
   // Superblocks of weights are 8 columns wide: a narrower task would read them in pieces.
-  const std::int64_t columns = CeilDivide(hidden, 32);
-  return std::min(columns, CeilDivide(CeilDivide(columns, parts), 8) * 8);
+  const std::int64_t columns = CeilDiv(hidden, 32);
+  return std::min(columns, RoundUp(CeilDiv(columns, parts), 8));
 }
 
 std::int64_t LoraTaskElements(std::int64_t parameters, int threads) {
@@ -62,7 +62,7 @@ std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t pane
 
 std::int64_t GradientColumns(bool matrix_unit, std::int64_t rows, std::int64_t l2_bytes) {
   const std::int64_t bytes = std::min(kGradientBytes, l2_bytes / (matrix_unit ? 8 : 2));
-  const std::int64_t of_column = 64 * CeilDivide(std::max<std::int64_t>(rows, 1), 32) * 32;
+  const std::int64_t of_column = 64 * RoundUp(std::max<std::int64_t>(rows, 1), 32);
   return std::clamp<std::int64_t>(bytes / of_column, 4, matrix_unit ? 16 : kMostGradientColumns);
 }
 
@@ -78,7 +78,7 @@ std::int64_t StepBlocks(bool matrix_unit, std::int64_t rows, std::int64_t hidden
 
 std::int64_t TokensPerMerge(std::int64_t tokens, int threads) {
   if (threads == 1) return 32;
-  return std::clamp<std::int64_t>(CeilDivide(tokens, std::int64_t{4} * threads), 1, 32);
+  return std::clamp<std::int64_t>(CeilDiv(tokens, std::int64_t{4} * threads), 1, 32);
 }
 
 Blocking ChooseBlocking(const BlockingQuery& query) {
@@ -96,7 +96,7 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   blocking.gradient_columns = GradientColumns(query.matrix_unit, query.rows, HostL2Bytes());
   // The longest contraction is that of gate and up, in backward.
   blocking.unpack_depth =
-      UnpackSlice(query.matrix_unit, CeilDivide(query.intermediate, 16), CeilDivide(query.rows, 16), HostL2Bytes());
+      UnpackSlice(query.matrix_unit, CeilDiv(query.intermediate, 16), CeilDiv(query.rows, 16), HostL2Bytes());
   if (tasks == 1 && query.threads > 1) {
     blocking.tail_jobs = std::min<std::int64_t>(query.jobs, query.threads);
     blocking.tail_parts = 4;

@@ -6,6 +6,7 @@ import argparse
 import statistics
 from typing import Any
 
+from moesaic.commands import options
 from moesaic.commands.output import Tables, format_bytes, print_json, stdout_for_json
 
 SCHEMA = 1
@@ -33,7 +34,7 @@ def add_parser(commands: Any) -> None:
         help="measure the compute ceiling of each tier and the read bandwidth, on one thread and on all, and what it"
         " takes to read what another thread has written (a few seconds, 1 GiB or more)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else there")
+    options.add_json(parser)
     parser.set_defaults(run=run)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from moesaic.commands.options import add_json
 from moesaic.commands.output import CommandError, Tables, UsageError, print_json
 from moesaic.profiler import SUFFIXES
 from moesaic.profiles import document as doc
@@ -35,7 +36,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command to the subparsers of the command line."""
     parser = commands.add_parser("profile", help="see where a program's time goes", description=_DESCRIPTION)
     parser.add_argument("-o", "--output", metavar="FILE", help="write it: .json, .html or .perfetto-trace")
-    parser.add_argument("--json", action="store_true", help="the document on stdout, and nothing else there")
+    add_json(parser)
     parser.add_argument(
         "--nvtx", action="store_true", help="also load the NVTX collector, and print its summary of all ranges"
     )

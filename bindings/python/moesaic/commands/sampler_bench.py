@@ -178,6 +178,7 @@ def _batches(distribution: str, rows: int, vocabulary: int, dtype: torch.dtype) 
 def _calls(setting: str, peers: Sequence[str], example: torch.Tensor) -> tuple[dict[str, Call], dict[str, str]]:
     """moesaic's call and those of the peers that run here; why the others do not."""
     from moesaic.commands import sampler_peers
+    from moesaic.commands.variants import UnavailableError
     from moesaic.sampling import sample
 
     values = SETTINGS[setting]
@@ -191,7 +192,7 @@ def _calls(setting: str, peers: Sequence[str], example: torch.Tensor) -> tuple[d
                 calls[peer] = sampler_peers.compiled(values, example)
             else:
                 calls[peer] = sampler_peers.numpy(values)
-        except sampler_peers.UnavailableError as error:
+        except UnavailableError as error:
             reasons[peer] = str(error)
     return calls, reasons
 

@@ -8,13 +8,10 @@ from typing import Any
 import torch
 
 from moesaic.commands.output import first_line
+from moesaic.commands.variants import UnavailableError
 
 Setting = Mapping[str, Any]
 Call = Callable[[torch.Tensor], object]
-
-
-class UnavailableError(Exception):
-    """A peer that cannot run here, with the reason."""
 
 
 def pipeline(setting: Setting) -> Call:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from moesaic.profiles.archive import PROFILE
+
 if TYPE_CHECKING:
     from moesaic._core import CallRecord, PoolTotals, RangeStats, ThreadTrace
 
@@ -241,7 +243,7 @@ def load(path: str | os.PathLike[str]) -> Document:
     """
     path = Path(path)
     if path.is_dir():  # an archive of a run (archive.py)
-        path = path / "profile.json"
+        path = path / PROFILE
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
