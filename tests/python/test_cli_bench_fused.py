@@ -104,8 +104,9 @@ def test_table_archive_and_diff(
     assert folder.name.endswith("_fused")
     assert json.loads((folder / "result.json").read_text())["schema"] == 1
     assert "attention output 770" in (folder / "table.txt").read_text()
-    assert cli.main(["profile", "diff", str(folder), str(folder)]) == 0
-    assert "gemm" in capsys.readouterr().out
+    assert cli.main(["profile", "diff", str(folder), str(folder), "--json"]) == 0
+    rows = {row["phase"]: row["verdict"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["gemm"] == rows["(wall clock)"] == "same"
 
 
 def test_wrong_usage_and_a_wrong_result(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

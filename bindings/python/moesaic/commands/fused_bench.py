@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         document = measure(cases, names, args.warmup, args.reps, args.dtype, clock, options.progress())
         document["host"]["clock"] = args.clock
         if args.archive is not None:
-            options.keep(args, document, _profile(cases), _show)
+            options.keep(args, document, [case.inputs().engine for case in cases], _show)
     if args.json:
         print_json(document)
     else:
@@ -216,17 +216,6 @@ def _relate_odd(rows: list[dict[str, Any]]) -> None:
         aligned = row["name"].replace("770", "768")
         if aligned != row["name"] and aligned in speed:
             row["odd_over_aligned"] = speed[row["name"]] / speed[aligned]
-
-
-def _profile(cases: Sequence[Case]) -> dict[str, Any]:
-    """Of a call of each."""
-    import moesaic
-
-    engines = [case.inputs().engine for case in cases]
-    with moesaic.profile() as profile:
-        for engine in engines:
-            engine()
-    return profile.document()
 
 
 def _show(document: dict[str, Any]) -> None:

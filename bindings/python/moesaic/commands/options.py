@@ -108,21 +108,29 @@ def check_archive(args: argparse.Namespace) -> None:
 def keep(
     args: argparse.Namespace,
     document: dict[str, Any],
-    profile: dict[str, Any],
+    calls: Sequence[Callable[[], object]],
     show: Callable[[dict[str, Any]], None],
 ) -> None:
     """Writes the archive of a run, and says where it is.
 
     Args:
-        args: with the name of `add_archive`.
+        args: with the name of `add_archive`, and --reps.
         document: what --json prints.
-        profile: of the run, as `moesaic.Profile.document` gives it.
+        calls: the engine's, of each case; they are profiled in steps of one call each, from which `profile diff` knows
+            the noise.
         show: prints what people read.
     """
+    import moesaic
+
+    with moesaic.profile() as profile:
+        for _ in range(max(4, args.reps)):
+            for call in calls:
+                call()
+            profile.step()
     table = io.StringIO()
     with redirect_stdout(table):
         show(document)
-    folder = archive.write_archive(args.archive, document, profile, table.getvalue())
+    folder = archive.write_archive(args.archive, document, profile.document(), table.getvalue())
     print(f"moesaic: written to {folder}", file=sys.stderr)
 
 

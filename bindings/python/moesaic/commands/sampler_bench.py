@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     with stdout_for_json(args.json):
         document, calls = measure(args, chosen, options.progress())
         if args.archive is not None:
-            options.keep(args, document, _profile(calls, max(4, args.reps)), _show)
+            options.keep(args, document, calls, _show)
     if args.json:
         print_json(document)
     else:
@@ -143,18 +143,6 @@ def measure(
         "diffusion": _diffusion(args.vocabulary) if args.diffusion else None,
     }
     return document, engine
-
-
-def _profile(calls: Sequence[Callable[[], object]], steps: int) -> dict[str, Any]:
-    """Of steps in which each is called once."""
-    import moesaic
-
-    with moesaic.profile() as profile:
-        for _ in range(steps):
-            for call in calls:
-                call()
-            profile.step()
-    return profile.document()
 
 
 def _batches(distribution: str, rows: int, vocabulary: int, dtype: torch.dtype) -> list[torch.Tensor]:
