@@ -35,7 +35,7 @@ help:
 	@echo "make asan, make ubsan, make tsan                              the C++ tests under that sanitizer"
 	@echo "make soak     trains random shapes for SOAK=$(SOAK) seconds and watches memory, descriptors, threads"
 	@echo "make test-numa   weights and threads on a machine with three NUMA nodes, in a QEMU guest"
-	@echo "make forks    10,000 forks beside training"
+	@echo "make forks    10,000 forks beside training, on each kind of threads"
 	@echo "make clean    removes $(BUILD)"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) BUILD=$(BUILD) SETUP=$(SETUP) JOBS=$(JOBS)"
 

@@ -133,7 +133,7 @@ MatrixView MatrixOf(const py::object& tensor, const char* name, DType dtype) {
   const TensorView view = ViewOf(tensor, {name}, NameOf(dtype));
   if (view.rank != 2 || view.dtype != dtype) {
     throw std::invalid_argument(std::string(name) + " has " + std::to_string(view.rank) + " dimensions of " +
-                                NameOf(view.dtype) + ", expected two of " + NameOf(dtype));
+                                NameOf(view.dtype) + "; expected two of " + NameOf(dtype));
   }
   return {view.data, view.dtype, view.shape[0], view.shape[1], view.stride[0], view.stride[1]};
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 
 import pytest
 import torch
 
 from moesaic.cli import main
+from moesaic.commands import options
 from moesaic.commands.sampler_peers import numpy, pipeline, reference_kept
 from moesaic.profiles.archive import write_archive
 
@@ -23,14 +26,15 @@ def in_folder(tmp_path, monkeypatch):
 def test_document_archive_and_diff(in_folder, capsys):
     names = ["--settings", "plain,both,greedy", "--peers", "torch,numpy", "--diffusion", "--archive", "first", "--json"]
     assert main(["bench", "sampler", *SMALL, *names]) == 0
-    document = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
     assert len(document["cases"]) == 6 and all(case["verified"] for case in document["cases"])
     for case in document["cases"]:
         assert case["moesaic"]["fraction_of_read"] > 0 and case["stages_ms"]["draw"] > 0
         assert set(case["peers"]) == (set() if case["setting"] == "greedy" else {"torch", "numpy"})
     assert [row["denoising_steps"] for row in document["diffusion"]] == [16, 8]
     (folder,) = (in_folder / "profile_runs").iterdir()
-    assert folder.name.endswith("_first")
+    assert folder.name.endswith("_first") and f"moesaic: written to profile_runs/{folder.name}\n" in captured.err
     assert json.loads((folder / "result.json").read_text()) == document
     assert "a token for each row" in (folder / "table.txt").read_text()
     assert main(["profile", "diff", str(folder), str(folder), "--json"]) == 0
@@ -63,13 +67,21 @@ def test_archives_of_one_second_do_not_collide(in_folder):
         write_archive("a/b", {}, {}, "")
 
 
+def test_archives_are_json(in_folder):
+    args = argparse.Namespace(archive="x", reps=1)
+    options.keep(args, {"verified": math.nan}, [], lambda document: print(f"off by {document['verified']}"))
+    (folder,) = (in_folder / "profile_runs").iterdir()
+    assert json.loads((folder / "result.json").read_text()) == {"verified": None}
+    assert (folder / "table.txt").read_text() == "off by nan\n"
+
+
 def test_what_cannot_be_kept_is_refused_before_the_run(in_folder, capsys):
-    assert main(["bench", "sampler", *SMALL, "--archive", "a/b"]) == 1
-    wrong = "moesaic: --archive a/b: name is 'a/b'; expected letters, digits, '.', '-' and '_'\n"
+    assert main(["bench", "sampler", *SMALL, "--archive", "a/b"]) == 2
+    wrong = "moesaic: argument --archive: name is 'a/b'; expected letters, digits, '.', '-' and '_'\n"
     assert capsys.readouterr().err == wrong
     (in_folder / "profile_runs").write_text("a file")
     assert main(["bench", "sampler", *SMALL, "--archive"]) == 1
-    assert capsys.readouterr().err == "moesaic: --archive sampler: [Errno 17] File exists: 'profile_runs'\n"
+    assert capsys.readouterr().err == "moesaic: profile_runs: File exists\n"
 
 
 @pytest.mark.parametrize("setting", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.6}])

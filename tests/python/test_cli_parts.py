@@ -357,6 +357,7 @@ def test_json_has_no_nan(capsys):
 
 def test_first_line_of_an_error():
     assert first_line(ValueError("one\ntwo")) == "one"
+    assert first_line(ValueError("\nthree")) == "three"
     assert first_line(AssertionError()) == "AssertionError"
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moesaic.commands import options
-from moesaic.commands.output import Tables, print_json, stdout_for_json
+from moesaic.commands.output import Tables, UsageError, print_json, stdout_for_json
 
 if TYPE_CHECKING:
     from moesaic.commands.fused_case import Case
@@ -77,13 +77,12 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: an unknown peer, or no case.
-        CommandError: the archive cannot be written.
+        OSError: the archive cannot be written.
     """
     import torch
 
     import moesaic
     from moesaic.commands import fused_case
-    from moesaic.commands.output import UsageError
 
     names = options.names("peers", args.peers, PEERS)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32

@@ -1,4 +1,4 @@
-"""Types of command-line options that several commands take."""
+"""Options that several commands take, and what is done with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from moesaic.commands.output import CommandError, UsageError
+from moesaic.commands.output import UsageError, finite
 from moesaic.profiles import archive
 
 MOST_THREADS = 4096  # what a pool takes
@@ -87,7 +87,7 @@ def add_archive(parser: argparse.ArgumentParser, name: str) -> None:
         nargs="?",
         const=name,
         metavar="NAME",
-        help=f"also keep the run in profile_runs/<time>_NAME, for `moesaic profile diff` (default name: {name})",
+        help=f"also keep the run in {archive.RUNS}/<time>_NAME, for `moesaic profile diff` (default name: {name})",
     )
 
 
@@ -95,14 +95,15 @@ def check_archive(args: argparse.Namespace) -> None:
     """Refuses before a run what cannot be kept after it.
 
     Raises:
-        CommandError: the name of `add_archive` is none, or the folder cannot be written.
+        UsageError: the name of `add_archive` is none.
+        OSError: the folder cannot be made or written.
     """
     if args.archive is None:
         return
     try:
         archive.check_archive(args.archive)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"--archive {args.archive}: {error}") from error
+    except ValueError as error:
+        raise UsageError(f"argument --archive: {error}") from None
 
 
 def keep(
@@ -130,7 +131,7 @@ def keep(
     table = io.StringIO()
     with redirect_stdout(table):
         show(document)
-    folder = archive.write_archive(args.archive, document, profile.document(), table.getvalue())
+    folder = archive.write_archive(args.archive, finite(document), profile.document(), table.getvalue())
     print(f"moesaic: written to {folder}", file=sys.stderr)
 
 

@@ -42,20 +42,21 @@ def _claim_stdout() -> None:
 
 def print_json(document: dict[str, Any]) -> None:
     """Writes the document to stdout. JSON has no NaN and no infinity: they become null."""
-    print(json.dumps(_finite(document), indent=2, allow_nan=False))
+    print(json.dumps(finite(document), indent=2, allow_nan=False))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same without NaN and infinities, which become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def first_line(error: Exception) -> str:
     """What an error says in its first line, or its type where it says nothing."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def format_bytes(count: float) -> str:

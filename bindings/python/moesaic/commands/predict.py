@@ -77,7 +77,9 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="decoded tokens computed one by one; later ones count as the last of them (default 64)",
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with a time line and sliders")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="with --model: also a page with a time line and sliders"
+    )
     check = parser.add_argument_group("predictions against this host")
     check.add_argument("--check", action="store_true", help="run what is predicted, and compare")
     check.add_argument("--calibrate", action="store_true", help="fit the rates of the layers on this host anew")

@@ -52,8 +52,13 @@ def add_parser(benches: Any) -> None:
     add = parser.add_argument
     add("--vocabulary", type=options.positive, default=151_936, metavar="V", help="default 151936")
     add("--rows", type=options.several(options.positive), default=[1, 8, 16, 64], metavar="N[,N...]", help="1,8,16,64")
-    add("--settings", default="plain,top_k,top_p,both", metavar="NAME[,NAME...]", help=f"of {', '.join(SETTINGS)}")
-    add("--distributions", default="model,flat", metavar="NAME[,NAME]", help=f"of {', '.join(DISTRIBUTIONS)}")
+    add(
+        "--settings",
+        default="plain,top_k,top_p,both",
+        metavar="NAME[,NAME...]",
+        help=f"of {', '.join(SETTINGS)}, or all",
+    )
+    add("--distributions", default="model,flat", metavar="NAME[,NAME]", help=f"of {', '.join(DISTRIBUTIONS)}, or all")
     add("--dtype", choices=DTYPES, default="float32", help="of the logits (default float32)")
     add(
         "--peers",
@@ -76,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: an unknown name.
-        CommandError: the archive cannot be written.
+        OSError: the archive cannot be written.
     """
     options.clock(args)
     chosen = {
