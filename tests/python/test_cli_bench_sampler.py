@@ -11,6 +11,7 @@ import torch
 
 from moesaic.cli import main
 from moesaic.commands import options
+from moesaic.commands.compiled import compile_for
 from moesaic.commands.sampler_peers import numpy, pipeline, reference_kept
 from moesaic.profiles.archive import write_archive
 
@@ -82,6 +83,20 @@ def test_what_cannot_be_kept_is_refused_before_the_run(in_folder, capsys):
     (in_folder / "profile_runs").write_text("a file")
     assert main(["bench", "sampler", *SMALL, "--archive"]) == 1
     assert capsys.readouterr().err == "moesaic: profile_runs: File exists\n"
+
+
+def test_each_shape_of_a_compiled_peer_is_compiled():
+    """PyTorch keeps eight compilations of a piece of code, and runs it as it is for other shapes."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(tuple(inputs[0].shape))
+        return graph.forward
+
+    for n in range(2, 14):
+        peer = compile_for(lambda x: x * 2 + 1, torch.ones(n), backend=backend, dynamic=False)
+        assert peer(torch.ones(n)).tolist() == [3.0] * n
+    assert compiled == [(n,) for n in range(2, 14)]
 
 
 @pytest.mark.parametrize("setting", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.6}])

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 import moesaic
 from moesaic.commands import onednn
-from moesaic.commands.output import first_line
+from moesaic.commands.compiled import compile_for
+from moesaic.commands.variants import UnavailableError
 from moesaic.nn import PackedLinear, functional
 
 #: (batch, tokens, intermediate) of silu_mul.
@@ -232,11 +233,10 @@ class Inputs:
             return "torch.compile is compared where no gradient is wanted"
         module = _Module(self.case.kind, self.case.n, given, self.case.sequence).eval()
         activations = [given[name] for name in ("x", "residual") if name in given]
-        compiled = torch.compile(module, options={"freezing": True})
         try:
-            compiled(*activations)
-        except Exception as error:  # whatever a compiler that is missing or fails raises
-            return f"torch.compile failed: {first_line(error)[:120]}"
+            compiled = compile_for(module, *activations, options={"freezing": True})
+        except UnavailableError as error:
+            return str(error)
         return lambda: compiled(*activations)
 
     def _onednn(self) -> Callable[[], object] | str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moesaic.commands.output import first_line
+from moesaic.commands.compiled import compile_for
 from moesaic.commands.variants import UnavailableError
 
 Setting = Mapping[str, Any]
@@ -37,12 +37,7 @@ def pipeline(setting: Setting) -> Call:
 
 def compiled(setting: Setting, example: torch.Tensor) -> Call:
     """The same through torch.compile, compiled for the shape of `example`."""
-    draw = torch.compile(pipeline(setting), dynamic=False)
-    try:
-        draw(example)
-    except Exception as error:  # whatever its compiler finds
-        raise UnavailableError(f"torch.compile: {first_line(error)[:120]}") from error
-    return draw
+    return compile_for(pipeline(setting), example, dynamic=False)
 
 
 def numpy(setting: Setting) -> Call:

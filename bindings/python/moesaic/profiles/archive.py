@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PROFILE", "check_archive", "write_archive"]
+__all__ = ["PROFILE", "RUNS", "check_archive", "write_archive"]
 
 PROFILE = "profile.json"
 #: The folders of all runs are here, in the current one.
