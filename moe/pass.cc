@@ -221,7 +221,7 @@ void Pass::PackForDirect(const Job& job, const void* const* rows, DType dtype, c
   pack.count = job.rows;
   pack.columns = config.hidden_size;
   (StoredRows(job) > 0 ? pack.stored : pack.pairs) = tiles;
-  pack.panels = StoredRows(job) > 0 ? CeilDiv(job.rows, kPanelRows) : tiles.panels;
+  pack.panels = CeilDiv(job.rows, kPanelRows);
   pack.tile_columns = tiles.columns;
   kernels.pack_rows(pack);
 }

@@ -98,63 +98,63 @@ inline void SwigluForward(const SwigluForwardArgs& args) {
   if (args.saved_gate != nullptr) StreamFence();
 }
 
-/// Row i of an operand matrix [32][tokens], 16 tokens from t on.
-MOESAIC_INLINE BFloat16* TransposedRow(const TileMatrix& out, std::int64_t i, std::int64_t t) {
-  return out.Tile(i / kPanelRows, t / kTileColumns) + i % kPanelRows * kTileColumns + t % kTileColumns;
-}
+/// Columns t to t + 15 of an operand matrix [32][tokens].
+class TransposedColumns {
+ public:
+  TransposedColumns(const TileMatrix& out, std::int64_t t) {
+    if (out.data == nullptr) return;
+    for (int p = 0; p < 2; ++p) panels_[p] = out.Tile(p, t / kTileColumns) + t % kTileColumns;
+  }
 
-/// Rows i and i + 1.
-MOESAIC_INLINE void StoreTransposed(const TileMatrix& out, std::int64_t i, std::int64_t t, const RowPair& pair) {
-  BFloat16* row = TransposedRow(out, i, t);
-  StoreBf16(row, pair.row[0]);
-  StoreBf16(row + kTileColumns, pair.row[1]);
-}
+  MOESAIC_INLINE bool wanted() const { return panels_[0] != nullptr; }
+  MOESAIC_INLINE BFloat16* Row(std::int64_t i) const { return panels_[i / kPanelRows] + i % kPanelRows * kTileColumns; }
+
+ private:
+  BFloat16* panels_[2] = {};
+};
+
+/// A result of 32 rows of I for 16 tokens, on its way to a tile and, transposed, to another.
+class SwigluResult {
+ public:
+  SwigluResult(const TileMatrix& tiles, std::int64_t block, const TileMatrix& transposed, std::int64_t t)
+      : transposed_(transposed, t) {
+    if (tiles.data != nullptr) tile_ = tiles.Tile(t / kPanelRows, block);
+  }
+
+  /// Rows i and i + 1.
+  MOESAIC_INLINE void Keep(std::int64_t i, const RowPair& pair) {
+    const U16x32 both = NarrowBoth(pair.row[0], pair.row[1]);
+    const U16x32 pairs = InterleaveHalves(both);
+    if (tile_ != nullptr) std::memcpy(pairs_ + 16 * i, &pairs, sizeof(pairs));
+    if (!transposed_.wanted()) return;
+    const U16x16 first = __builtin_shufflevector(both, both, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const U16x16 second = __builtin_shufflevector(both, both, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+    BFloat16* row = transposed_.Row(i);
+    std::memcpy(row, &first, sizeof(first));
+    std::memcpy(row + kTileColumns, &second, sizeof(second));
+  }
+
+  MOESAIC_INLINE void Store() {
+    if (tile_ != nullptr) Transpose16x16(pairs_, tile_);
+  }
+
+ private:
+  alignas(64) BFloat16 pairs_[kTileElements];
+  BFloat16* tile_ = nullptr;
+  TransposedColumns transposed_;
+};
 
 /// Sixteen tokens that there are none of.
 inline void ZeroTokens(const SwigluBackwardArgs& args, std::int64_t t) {
-  const TileMatrix* const tiles[] = {&args.d_gate, &args.d_up, &args.z};
-  for (const TileMatrix* out : tiles) {
+  for (const TileMatrix* out : {&args.d_gate, &args.d_up, &args.z}) {
     if (out->data != nullptr) std::memset(out->Tile(t / kPanelRows, args.block), 0, kTileElements * sizeof(BFloat16));
   }
-  const TileMatrix* const transposed[] = {&args.d_gate_t, &args.d_up_t, &args.z_t};
-  for (const TileMatrix* out : transposed) {
-    if (out->data == nullptr) continue;
-    for (std::int64_t i = 0; i < kTileColumns; ++i) {
-      std::memset(TransposedRow(*out, i, t), 0, kPanelRows * sizeof(BFloat16));
+  for (const TileMatrix* out : {&args.d_gate_t, &args.d_up_t, &args.z_t}) {
+    const TransposedColumns columns(*out, t);
+    for (std::int64_t i = 0; columns.wanted() && i < kTileColumns; ++i) {
+      std::memset(columns.Row(i), 0, kPanelRows * sizeof(BFloat16));
     }
   }
-}
-
-/// The gradients of 2 x 16 numbers; all zero where nothing is valid.
-struct SwigluGrad {
-  RowPair z, d_gate, d_up;
-};
-
-MOESAIC_INLINE SwigluGrad SwigluPair(const SwigluBackwardArgs& args, std::int64_t i, std::int64_t t, F32x16 weight,
-                                     F32x16& d_weight) {
-  SwigluGrad grad{};
-  if (i >= args.rows) return grad;
-  const PairAt at(i, args.rows, t, args.tokens);
-  const RowPair d_z = LoadSums(args.d_z + i * args.ld + t, args.ld, at.valid);
-  const RowPair gate = LoadSaved(args.saved_gate + at.saved, at.valid);
-  const RowPair up = LoadSaved(args.saved_up + at.saved, at.valid);
-  RowPair d_w;
-  for (int h = 0; h < 2; ++h) {
-    const F32x16 sigma = Sigmoid(gate.row[h]);
-    const F32x16 silu = gate.row[h] * sigma;
-    const F32x16 scaled = weight * d_z.row[h];
-    grad.z.row[h] = silu * up.row[h];
-    grad.d_gate.row[h] = scaled * up.row[h] * sigma * (1.0f + (gate.row[h] - silu));
-    grad.d_up.row[h] = scaled * silu;
-    d_w.row[h] = d_z.row[h] * grad.z.row[h];
-  }
-  KeepValid(grad.z, at.valid);
-  KeepValid(grad.d_gate, at.valid);
-  KeepValid(grad.d_up, at.valid);
-  KeepValid(d_w, at.valid);
-  d_weight += d_w.row[0];
-  d_weight += d_w.row[1];
-  return grad;
 }
 
 inline void SwigluBackward(const SwigluBackwardArgs& args) {
@@ -163,28 +163,48 @@ inline void SwigluBackward(const SwigluBackwardArgs& args) {
       ZeroTokens(args, t);
       continue;
     }
-    alignas(64) BFloat16 gate_pairs[kTileElements];
-    alignas(64) BFloat16 up_pairs[kTileElements];
-    alignas(64) BFloat16 z_pairs[kTileElements];
+    SwigluResult z(args.z, args.block, args.z_t, t);
+    SwigluResult d_gate(args.d_gate, args.block, args.d_gate_t, t);
+    SwigluResult d_up(args.d_up, args.block, args.d_up_t, t);
     F32x16 d_weight{};
     float weights[16] = {};
     const std::int64_t valid = args.tokens - t < 16 ? args.tokens - t : 16;
     std::memcpy(weights, args.routing_weight + t, static_cast<std::size_t>(valid) * sizeof(float));
     const F32x16 weight = LoadF32(weights);
-    for (std::int64_t i = 0; i < 32; i += 2) {
-      const SwigluGrad grad = SwigluPair(args, i, t, weight, d_weight);
-      StorePairs(gate_pairs + 16 * i, grad.d_gate);
-      StorePairs(up_pairs + 16 * i, grad.d_up);
-      if (args.z.data != nullptr) StorePairs(z_pairs + 16 * i, grad.z);
-      if (args.d_gate_t.data != nullptr) {
-        StoreTransposed(args.d_gate_t, i, t, grad.d_gate);
-        StoreTransposed(args.d_up_t, i, t, grad.d_up);
+    std::int64_t i = 0;
+    for (; i < args.rows; i += 2) {
+      const PairAt at(i, args.rows, t, args.tokens);
+      const RowPair sums = LoadSums(args.d_z + i * args.ld + t, args.ld, at.valid);
+      const RowPair gate = LoadSaved(args.saved_gate + at.saved, at.valid);
+      const RowPair up = LoadSaved(args.saved_up + at.saved, at.valid);
+      RowPair of_z, of_gate, of_up, of_weight;
+      for (int h = 0; h < 2; ++h) {
+        const F32x16 sigma = Sigmoid(gate.row[h]);
+        const F32x16 silu = gate.row[h] * sigma;
+        const F32x16 scaled = weight * sums.row[h];
+        of_z.row[h] = silu * up.row[h];
+        of_gate.row[h] = scaled * up.row[h] * sigma * (1.0f + (gate.row[h] - silu));
+        of_up.row[h] = scaled * silu;
+        of_weight.row[h] = sums.row[h] * of_z.row[h];
       }
-      if (args.z_t.data != nullptr) StoreTransposed(args.z_t, i, t, grad.z);
+      KeepValid(of_z, at.valid);
+      KeepValid(of_gate, at.valid);
+      KeepValid(of_up, at.valid);
+      KeepValid(of_weight, at.valid);
+      z.Keep(i, of_z);
+      d_gate.Keep(i, of_gate);
+      d_up.Keep(i, of_up);
+      d_weight += of_weight.row[0];
+      d_weight += of_weight.row[1];
     }
-    Transpose16x16(gate_pairs, args.d_gate.Tile(t / kPanelRows, args.block));
-    Transpose16x16(up_pairs, args.d_up.Tile(t / kPanelRows, args.block));
-    if (args.z.data != nullptr) Transpose16x16(z_pairs, args.z.Tile(t / kPanelRows, args.block));
+    for (; i < kTileColumns; i += 2) {
+      z.Keep(i, {});
+      d_gate.Keep(i, {});
+      d_up.Keep(i, {});
+    }
+    z.Store();
+    d_gate.Store();
+    d_up.Store();
     StoreF32(args.d_weight + t, LoadF32(args.d_weight + t) + d_weight);
   }
 }
