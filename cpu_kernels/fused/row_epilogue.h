@@ -68,7 +68,8 @@ enum class Source { kResidual, kSums, kTransposed };
 template <Source kSource, Activation kActivation, typename T, int kRows>
 MOESAIC_INLINE void ValuesAt(const RowEpilogueArgs& args, const EpilogueRows<T>& rows, std::int64_t c, std::int64_t n,
                              F32x16 (&v)[kRows]) {
-  if constexpr (kSource != Source::kResidual) {
+  constexpr bool kSums = kSource != Source::kResidual;
+  if constexpr (kSums) {
     LoadSums<kRows, kSource == Source::kTransposed>(args, rows, c, n, v);
     const F32x16 bias = Load(args.bias + c, n);
     for (int r = 0; r < kRows; ++r) v[r] += bias;
@@ -81,15 +82,13 @@ MOESAIC_INLINE void ValuesAt(const RowEpilogueArgs& args, const EpilogueRows<T>&
     if constexpr (kActivation != Activation::kNone) {
       for (int r = 0; r < kRows; ++r) v[r] = Done(Activate<kActivation>(v[r]));
     }
-  } else {
-    for (int r = 0; r < kRows; ++r) v[r] = F32x16{};
   }
-  if (args.residual != nullptr) {
+  if (!kSums || args.residual != nullptr) {
     for (int r = 0; r < kRows; ++r) {
       const T* const at = rows.residual + r * args.residual_stride + c;
       // The next rows, as where out goes: rows are too short for the hardware to run ahead in.
       if (c % kLineValues<T> == 0) __builtin_prefetch(at + kRows * args.residual_stride);
-      v[r] += Load(at, n);
+      v[r] = kSums ? v[r] + Load(at, n) : Load(at, n);
     }
   }
 }
