@@ -57,6 +57,7 @@ void BackwardPass::GateUpLora(std::int64_t index, std::int64_t) {
   gemm.c = p;
   gemm.ldc = rank;
   gemm.scratch = carver.Take<BFloat16>(scratch);
+  gemm.depth = blocking.unpack_depth;
   kernels.unpack_gemm(gemm);
   const std::int64_t r1 = lora.input_rank();
   for (std::int64_t i = 0; i < job.rows; ++i) {

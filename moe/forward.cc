@@ -273,6 +273,7 @@ class ForwardPass : public Pass {
     gemm.c = v;
     gemm.ldc = rank;
     gemm.scratch = carver.Take<BFloat16>(scratch);
+    gemm.depth = blocking.unpack_depth;
     kernels.unpack_gemm(gemm);
     PackLow(job, v, rank, lora.down_rank(), lora.down_scale(), TileKind::kOperand, buffers.v,
             args_.saved != nullptr ? args_.saved->down_low + SavedDownOffset(job) : nullptr);
