@@ -125,6 +125,11 @@ def test_a_cache_that_cannot_be_written_is_said(capsys, config, tmp_path, monkey
         (("--model", "CONFIG", "--machine", "emr-16c", "--routing", "even"), 2, "routing"),
         (("--tokens", "0"), 2, "--tokens"),
         (("--stats", "--clear"), 2, "not allowed"),
+        (("--stats", "--model", "CONFIG"), 2, "argument --model: not with what looks after the cache"),
+        (("--export", "-", "--threads", "2"), 2, "argument --threads: not with what looks after the cache"),
+        (("--check", "--lora-rank", "8"), 2, "argument --lora-rank: not with --check"),
+        (("--from-history", "--tokens", "8"), 2, "argument --tokens: only with --model"),
+        (("--model", "CONFIG", "--clock", "cpu"), 2, "argument --clock: only with --check"),
     ],
 )
 def test_wrong_usage_is_one_line(capsys, config, options, code, text):

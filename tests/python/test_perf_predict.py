@@ -163,6 +163,25 @@ def test_bad_models_are_named(
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "CONFIG", "--reps", "3"], "argument --reps: only with --check or --calibrate"),
+        (["--model", "CONFIG", "--recompute"], "argument --recompute: only with --phase train"),
+        (["--linear", "64x64", "--phase", "train"], "argument --phase: only with --model"),
+        (["--linear", "64x64", "--max-simulated-tokens", "3"], "argument --max-simulated-tokens: only with --model"),
+        (["--check", "--tokens", "64"], "argument --tokens: not with --check or --calibrate"),
+        (["--calibrate", "--nodes", "2"], "argument --nodes: not with --check or --calibrate"),
+    ],
+)
+def test_options_that_change_nothing_are_refused(
+    config: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", *(str(config) if option == "CONFIG" else option for option in options)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("what", [["--linear", "64x64"], ["--check"]])
 def test_a_page_is_of_a_model(what: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *what, "--html", str(tmp_path / "plan.html")]) == 2

@@ -75,6 +75,23 @@ def names(option: str, text: str, known: Sequence[str]) -> list[str]:
     return found
 
 
+def refuse(args: argparse.Namespace, given: Sequence[str], why: str) -> None:
+    """Of options that would change nothing here none may be given.
+
+    Args:
+        args: with the `parser` that made it.
+        given: options, as --name.
+        why: what the message ends with.
+
+    Raises:
+        UsageError: one of them has another value than its default.
+    """
+    for option in given:
+        name = option.removeprefix("--").replace("-", "_")
+        if getattr(args, name) != args.parser.get_default(name):
+            raise UsageError(f"argument {option}: {why}")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The option that every command has."""
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else there")

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from moesaic.perf.gemm_evaluator import GemmEvaluator
     from moesaic.perf.simulation import BlockTime, SimulationResult
 
+_OF_A_MODEL = (
+    "--phase", "--decode-tokens", "--rank", "--recompute", "--routing",
+    "--no-overlap", "--granularity", "--precise", "--no-prewarm", "--max-simulated-tokens",
+)  # fmt: skip
+_OF_DEVICES = ("--nodes", "--devices", "--topology", "--intra", "--inter", "--strategy")
+_OF_A_RUN = ("--tokens", "--batch", *_OF_A_MODEL, *_OF_DEVICES)
+_OF_A_CHECK = ("--full", "--only", "--reps", "--seconds", "--statistic", "--disturbed", "--clock")
+
 _DESCRIPTION = """\
 Adds the tile evaluator's answers up to the time of a prefill, of decoded tokens or of a training step, on one machine
 or on several that share the model. The experts are computed as the engine computes them; see docs/MODEL.md. With
@@ -102,7 +110,7 @@ def add_parser(commands: Any) -> None:
     )
     options.add_clock(check)
     options.add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,9 +126,15 @@ def run(args: argparse.Namespace) -> int:
         if args.model is not None or args.linear is not None:
             option = "--model" if args.model is not None else "--linear"
             raise UsageError(f"argument {option}: not with --check or --calibrate, which run layers of their own")
+        options.refuse(args, _OF_A_RUN, "not with --check or --calibrate, which run layers of their own")
         return _check(args)
+    options.refuse(args, _OF_A_CHECK, "only with --check or --calibrate")
     if (args.model is None) == (args.linear is None):
         raise UsageError("argument --model: expected a config.json (or --linear, or --check)")
+    if args.linear is not None:
+        options.refuse(args, _OF_A_MODEL, "only with --model")
+    if args.phase != "train":
+        options.refuse(args, ["--recompute"], "only with --phase train")
     try:
         return _linear(args) if args.linear is not None else _predict(args)
     except (ValueError, TypeError) as error:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.commands.options import add_clock, add_json, engine_clock, positive, rank, several, threads
+from moesaic.commands.options import add_clock, add_json, engine_clock, positive, rank, refuse, several, threads
 from moesaic.commands.output import CommandError, Tables, UsageError, format_bytes, print_json, stdout_for_json
 
 if TYPE_CHECKING:
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _TOKENS = {"prefill": [128, 1024, 4096], "decode": [1, 8, 32], "train": [1024, 4096]}
+
+_OF_A_MODEL = ("--deployment", "--tokens", "--batch", "--tensor-parallel", "--lora-rank", "--routing")
+_OF_SHAPES = ("--model", "--from-history", *_OF_A_MODEL, "--measured", "--published")
+_OF_A_MACHINE = ("--machine", "--threads")
 
 _DESCRIPTION = """\
 Evaluates every GEMM shape of a model on a machine and keeps the answers, blocking and time, in MOESAIC_CACHE_DIR, where
@@ -67,11 +71,19 @@ def add_parser(commands: Any) -> None:
     )
     add_clock(parser)
     add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; 1 where --check finds a bar missed."""
+    if args.stats or args.missed or args.clear or args.export or args.import_:
+        refuse(args, (*_OF_SHAPES, *_OF_A_MACHINE, "--clock"), "not with what looks after the cache")
+    elif args.check:
+        refuse(args, _OF_SHAPES, "not with --check, which has shapes of its own")
+    else:
+        refuse(args, ("--clock",), "only with --check")
+        if args.model is None:
+            refuse(args, _OF_A_MODEL, "only with --model")
     if args.export == "-":  # what is exported is the document
         from moesaic import perf
 
