@@ -141,7 +141,8 @@ MOESAIC_INLINE std::int64_t SavedPosition(std::int64_t i, std::int64_t t, std::i
   return first * rows + i * (tokens - first < 16 ? tokens - first : 16) + t - first;
 }
 
-/// Z = silu(G) * U for 32 rows of I (a block), from the transposed results of the direct form.
+/// Z = silu(G) * U for 32 rows of I (a block), from the transposed results of the direct form. Tiles have zeros beyond the rows
+/// and tokens that there are; panels without any are left alone.
 struct SwigluForwardArgs {
   const float* gate = nullptr;  ///< [32][ld] G^T
   const float* up = nullptr;    ///< [32][ld] U^T
@@ -156,6 +157,7 @@ struct SwigluForwardArgs {
 
 /// For 32 rows of I, with g, u from the saved state and w the routing weight of a token:
 ///   Z = silu(g) u    dw[t] += sum over i dZ0 Z    dZ = w dZ0    dU = dZ silu(g)    dG = dZ u sigma(g) (1 + g (1 - sigma(g)))
+/// Tiles as in forward; of transposes all tile columns with tokens are filled.
 struct SwigluBackwardArgs {
   const float* d_z = nullptr;  ///< [32][ld] dZ0^T
   std::int64_t ld = 0;

@@ -138,8 +138,6 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
     swiglu.d_gate_t = block_of(of_step.d_gate);
     swiglu.d_up_t = block_of(of_step.d_up);
     swiglu.z_t = block_of(of_step.z);
-    // Nothing but transposes, over which gradients are summed, is read beyond the panels with rows.
-    if (!d_b && of_step.z.data == nullptr) swiglu.d_gate.panels = gemm.activation_panels;
   }
   const Range blocks = RangeOf(index, Cut::kIntermediate, part);
   for (std::int64_t first = blocks.begin; first < blocks.end; first += step) {

@@ -242,7 +242,6 @@ class ForwardPass : public Pass {
           swiglu.saved_up = args_.saved->up + offset;
         }
         swiglu.z = buffers.z;
-        swiglu.z.panels = gemm.activation_panels;
         swiglu.block = block;
         kernels.swiglu_forward(swiglu);
       }

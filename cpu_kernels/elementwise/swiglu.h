@@ -71,12 +71,7 @@ struct PairAt {
 };
 
 inline void SwigluForward(const SwigluForwardArgs& args) {
-  for (std::int64_t t = 0; t < args.z.panels * kPanelRows; t += kPanelRows) {
-    BFloat16* out = args.z.Tile(t / kPanelRows, args.block);
-    if (t >= args.tokens) {
-      std::memset(out, 0, kTileElements * sizeof(BFloat16));
-      continue;
-    }
+  for (std::int64_t t = 0; t < args.tokens; t += kPanelRows) {
     alignas(64) BFloat16 pairs[kTileElements];
     for (std::int64_t i = 0; i < 32; i += 2) {
       RowPair z{};
@@ -93,7 +88,7 @@ inline void SwigluForward(const SwigluForwardArgs& args) {
       }
       StorePairs(pairs + 16 * i, z);
     }
-    Transpose16x16(pairs, out);
+    Transpose16x16(pairs, args.z.Tile(t / kPanelRows, args.block));
   }
   if (args.saved_gate != nullptr) StreamFence();
 }
@@ -127,11 +122,9 @@ class SwigluResult {
     const U16x32 pairs = InterleaveHalves(both);
     if (tile_ != nullptr) std::memcpy(pairs_ + 16 * i, &pairs, sizeof(pairs));
     if (!transposed_.wanted()) return;
-    const U16x16 first = __builtin_shufflevector(both, both, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const U16x16 second = __builtin_shufflevector(both, both, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
-    BFloat16* row = transposed_.Row(i);
-    std::memcpy(row, &first, sizeof(first));
-    std::memcpy(row + kTileColumns, &second, sizeof(second));
+    U16x16 rows[2];
+    std::memcpy(rows, &both, sizeof(both));
+    for (int h = 0; h < 2; ++h) std::memcpy(transposed_.Row(i + h), &rows[h], sizeof(rows[h]));
   }
 
   MOESAIC_INLINE void Store() {
@@ -144,11 +137,8 @@ class SwigluResult {
   TransposedColumns transposed_;
 };
 
-/// Sixteen tokens that there are none of.
+/// Sixteen tokens that there are none of, beside some in a tile that gradients contract over.
 inline void ZeroTokens(const SwigluBackwardArgs& args, std::int64_t t) {
-  for (const TileMatrix* out : {&args.d_gate, &args.d_up, &args.z}) {
-    if (out->data != nullptr) std::memset(out->Tile(t / kPanelRows, args.block), 0, kTileElements * sizeof(BFloat16));
-  }
   for (const TileMatrix* out : {&args.d_gate_t, &args.d_up_t, &args.z_t}) {
     const TransposedColumns columns(*out, t);
     for (std::int64_t i = 0; columns.wanted() && i < kTileColumns; ++i) {
@@ -158,11 +148,8 @@ inline void ZeroTokens(const SwigluBackwardArgs& args, std::int64_t t) {
 }
 
 inline void SwigluBackward(const SwigluBackwardArgs& args) {
-  for (std::int64_t t = 0; t < args.d_gate.panels * kPanelRows; t += kPanelRows) {
-    if (t >= args.tokens) {
-      ZeroTokens(args, t);
-      continue;
-    }
+  std::int64_t t = 0;
+  for (; t < args.tokens; t += kPanelRows) {
     SwigluResult z(args.z, args.block, args.z_t, t);
     SwigluResult d_gate(args.d_gate, args.block, args.d_gate_t, t);
     SwigluResult d_up(args.d_up, args.block, args.d_up_t, t);
@@ -207,6 +194,7 @@ inline void SwigluBackward(const SwigluBackwardArgs& args) {
     d_up.Store();
     StoreF32(args.d_weight + t, LoadF32(args.d_weight + t) + d_weight);
   }
+  if (t % kTileColumns != 0) ZeroTokens(args, t);
 }
 
 }  // namespace

@@ -52,7 +52,7 @@ struct RowEpilogueArgs {
   const void* addend = nullptr;  ///< [rows][addend_stride], or null
   std::int64_t addend_stride = 0;
   Activation activation = Activation::kNone;
-  const void* residual = nullptr;  ///< [rows][residual_stride], or null
+  const void* residual = nullptr;  ///< [rows][residual_stride]; with sums it may be null
   std::int64_t residual_stride = 0;
   Norm norm = Norm::kNone;
   const float* gamma = nullptr;  ///< [columns]; with a norm never null

@@ -46,7 +46,7 @@ struct BlockCase {
 };
 const std::vector<BlockCase> kCases = {{1, 32}, {15, 32}, {16, 32}, {17, 32}, {32, 32}, {45, 32}, {64, 1}, {33, 17}, {40, 16}};
 
-/// Panels are filled up to 32 tokens, so that both halves of the last tile column of the transposed results are written.
+/// Room for whole tile columns of the transposed results, so that operand tiles have a panel that nobody fills at times.
 Tiles OutputTiles(std::int64_t rows, std::int64_t columns) {
   Tiles tiles(Order::kOperand, RoundUp(rows, 32), columns, false);
   std::memset(tiles.matrix().data, 0xff, static_cast<std::size_t>(tiles.matrix().size()) * sizeof(BFloat16));
@@ -80,7 +80,11 @@ TEST_P(ElementwiseTest, SwigluForward) {
         for (std::int64_t i = 0; i < kBlock; ++i) {
           const bool valid = t < c.tokens && i < c.rows;
           const double g = valid ? gate(i, t) : 0.0;
-          ExpectBf16(z.Get(t, kBlock + i), valid ? g * Sigmoid(g) * up(i, t) : 0.0, "Z", i, t);
+          if (t < RoundUp(c.tokens, 16)) {
+            ExpectBf16(z.Get(t, kBlock + i), valid ? g * Sigmoid(g) * up(i, t) : 0.0, "Z", i, t);
+          } else {
+            EXPECT_TRUE(std::isnan(z.Get(t, kBlock + i))) << "a panel without tokens was touched";
+          }
           EXPECT_TRUE(std::isnan(z.Get(t, i)) && std::isnan(z.Get(t, 2 * kBlock + i))) << "another block was touched";
           if (!valid || !save) continue;
           EXPECT_EQ(ToFloat(saved_gate.As<BFloat16>()[SavedPosition(i, t, c.rows, c.tokens)]), gate(i, t));
@@ -97,7 +101,7 @@ struct BackwardBlock {
   std::vector<float> weight;
   Transposed d_z_t;
   PoisonedBuffer saved_gate, saved_up, d_weight;
-  Tiles d_gate, d_up, d_gate_t, d_up_t, z_t;
+  Tiles d_gate, d_up, z, d_gate_t, d_up_t, z_t;
   SwigluBackwardArgs args;
 
   BackwardBlock(const BlockCase& c, std::mt19937_64& random)
@@ -110,6 +114,7 @@ struct BackwardBlock {
         d_weight(RoundUp(c.tokens, 16) * 4),
         d_gate(OutputTiles(c.tokens, 2 * kBlock)),
         d_up(OutputTiles(c.tokens, 2 * kBlock)),
+        z(OutputTiles(c.tokens, 2 * kBlock)),
         d_gate_t(OutputTiles(kBlock, c.tokens)),
         d_up_t(OutputTiles(kBlock, c.tokens)),
         z_t(OutputTiles(kBlock, c.tokens)) {
@@ -127,6 +132,7 @@ struct BackwardBlock {
     args.block = 1;
     args.d_gate = d_gate.matrix();
     args.d_up = d_up.matrix();
+    args.z = z.matrix();
     args.d_gate_t = d_gate_t.matrix();
     args.d_up_t = d_up_t.matrix();
     args.z_t = z_t.matrix();
@@ -166,12 +172,19 @@ TEST_P(ElementwiseTest, SwigluBackward) {
         // Near g = -1.278 the slope of silu, sigma + g sigma (1 - sigma), is zero while its terms are 0.22.
         const double terms =
             t < c.tokens && i < c.rows ? std::fabs(b.weight[static_cast<std::size_t>(t)] * b.d_z(i, t) * b.up(i, t)) : 0.0;
-        ExpectBf16(b.d_gate.Get(t, kBlock + i), d_gate, "dG", i, t, 0x1p-17 * terms);
-        ExpectBf16(b.d_up.Get(t, kBlock + i), d_up, "dU", i, t);
+        ExpectBf16(b.d_gate_t.Get(i, t), d_gate, "dG", i, t, 0x1p-17 * terms);
+        ExpectBf16(b.d_up_t.Get(i, t), d_up, "dU", i, t);
         ExpectBf16(b.z_t.Get(i, t), z, "Z", i, t);
-        EXPECT_EQ(b.d_gate_t.Get(i, t), b.d_gate.Get(t, kBlock + i)) << i << ", " << t;
-        EXPECT_EQ(b.d_up_t.Get(i, t), b.d_up.Get(t, kBlock + i)) << i << ", " << t;
-        EXPECT_TRUE(std::isnan(b.d_gate.Get(t, i)) && std::isnan(b.d_up.Get(t, i))) << "another block was touched";
+        const Tiles* const operands[] = {&b.d_gate, &b.d_up, &b.z};
+        const Tiles* const transposes[] = {&b.d_gate_t, &b.d_up_t, &b.z_t};
+        for (int k = 0; k < 3; ++k) {
+          if (t < RoundUp(c.tokens, 16)) {
+            EXPECT_EQ(operands[k]->Get(t, kBlock + i), transposes[k]->Get(i, t)) << k << ": " << i << ", " << t;
+          } else {
+            EXPECT_TRUE(std::isnan(operands[k]->Get(t, kBlock + i))) << k << ": a panel without tokens was touched";
+          }
+          EXPECT_TRUE(std::isnan(operands[k]->Get(t, i))) << k << ": another block was touched";
+        }
       }
       // At most 33 additions and as many products, each within 2^-24 of the magnitudes, and the sigmoid within 2^-18.
       if (t < RoundUp(c.tokens, 16)) {
@@ -188,11 +201,22 @@ TEST_P(ElementwiseTest, SwigluBackwardLeavesOutWhatNobodyWants) {
   tier_->swiglu_backward(all.args);
   random.seed(3);
   BackwardBlock some(c, random);
-  some.args.d_gate_t = some.args.d_up_t = some.args.z_t = {};
+  some.args.z = some.args.d_gate_t = some.args.d_up_t = some.args.z_t = {};
   tier_->swiglu_backward(some.args);
+  random.seed(3);
+  BackwardBlock transposes(c, random);
+  transposes.args.d_up_t = {};
+  tier_->swiglu_backward(transposes.args);
   for (std::int64_t t = 0; t < c.tokens; ++t) {
     EXPECT_EQ(some.d_weight.As<float>()[t], all.d_weight.As<float>()[t]);
-    for (std::int64_t i = 0; i < kBlock; ++i) EXPECT_EQ(some.d_gate.Get(t, kBlock + i), all.d_gate.Get(t, kBlock + i));
+    for (std::int64_t i = 0; i < kBlock; ++i) {
+      EXPECT_EQ(some.d_gate.Get(t, kBlock + i), all.d_gate.Get(t, kBlock + i));
+      EXPECT_EQ(some.d_up.Get(t, kBlock + i), all.d_up.Get(t, kBlock + i));
+      EXPECT_TRUE(std::isnan(some.z.Get(t, kBlock + i)) && std::isnan(some.z_t.Get(i, t)));
+      EXPECT_EQ(transposes.d_gate_t.Get(i, t), all.d_gate_t.Get(i, t));
+      EXPECT_EQ(transposes.z_t.Get(i, t), all.z_t.Get(i, t));
+      EXPECT_TRUE(std::isnan(transposes.d_up_t.Get(i, t)));
+    }
   }
 }
 

@@ -197,7 +197,7 @@ TEST(Layer, SameBitsForAnyBlocking) {
   ProblemSpec spec = MediumSpec();
   spec.tokens = 300;
   spec.hidden = 300;
-  spec.intermediate = 290;
+  spec.intermediate = 450;  // products with a rank are in slices from 12 tiles on
   spec.routing = Routing::kSkewed;
   const Problem problem(spec);
   Pool pool(3);

@@ -76,7 +76,7 @@ def names(option: str, text: str, known: Sequence[str]) -> list[str]:
 
 
 def refuse(args: argparse.Namespace, given: Sequence[str], why: str) -> None:
-    """Of options that would change nothing here none may be given.
+    """Of options that would change nothing here none may be given, but for its default.
 
     Args:
         args: with the `parser` that made it.

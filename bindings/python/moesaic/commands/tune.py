@@ -77,7 +77,9 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; 1 where --check finds a bar missed."""
     if args.stats or args.missed or args.clear or args.export or args.import_:
-        refuse(args, (*_OF_SHAPES, *_OF_A_MACHINE, "--clock"), "not with what looks after the cache")
+        refuse(
+            args, (*_OF_SHAPES, *_OF_A_MACHINE, "--clock"), "not with --stats, --missed, --clear, --export or --import"
+        )
     elif args.check:
         refuse(args, _OF_SHAPES, "not with --check, which has shapes of its own")
     else:
