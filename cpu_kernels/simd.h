@@ -285,12 +285,10 @@ MOESAIC_INLINE void LoadTransposed(const float* rows, std::int64_t pitch, U32x8 
 }
 #endif
 
-/// Transposes 16 x 16 floats: out[j][i] = in[i][j]; rows are `in_pitch` and `out_pitch` floats apart. In place where these are
-/// equal.
-inline void Transpose16x16(const float* in, std::int64_t in_pitch, float* out, std::int64_t out_pitch) {
 #if defined(__AVX512F__)
-  __m512i r[16], t[16];
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(in + in_pitch * i);
+/// out[j][i] = r[i][j] of 16 x 16 dwords; `r` is overwritten.
+MOESAIC_INLINE void StoreTransposed(__m512i (&r)[16], float* out, std::int64_t out_pitch) {
+  __m512i t[16];
   for (int i = 0; i < 8; ++i) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
     t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
@@ -313,6 +311,16 @@ inline void Transpose16x16(const float* in, std::int64_t in_pitch, float* out, s
     _mm512_storeu_si512(out + out_pitch * (8 + i), _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd));
     _mm512_storeu_si512(out + out_pitch * (12 + i), _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd));
   }
+}
+#endif
+
+/// Transposes 16 x 16 floats: out[j][i] = in[i][j]; rows are `in_pitch` and `out_pitch` floats apart. In place where these are
+/// equal.
+inline void Transpose16x16(const float* in, std::int64_t in_pitch, float* out, std::int64_t out_pitch) {
+#if defined(__AVX512F__)
+  __m512i r[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(in + in_pitch * i);
+  StoreTransposed(r, out, out_pitch);
 #else
   for (int i = 0; i < 16; i += 8) {
     for (int j = 0; j <= i; j += 8) {

@@ -320,6 +320,16 @@ MOESAIC_INLINE void TransposePairsInto(const float* first, const float* second, 
   alignas(64) std::uint32_t pairs[kSide * kSide];
   const std::int64_t second_pitch = second != nullptr ? in_pitch : 0;
   if (second == nullptr) second = kZeros;
+#if defined(__AVX512BF16__)
+  if (rows == kSide && columns == kSide) {  // without a way through memory
+    __m512i r[kSide];
+#pragma GCC unroll 16
+    for (std::int64_t i = 0; i < kSide; ++i) {
+      r[i] = (__m512i)InterleaveHalves(NarrowBoth(Load(first + i * in_pitch), Load(second + i * second_pitch)));
+    }
+    return StoreTransposed(r, reinterpret_cast<float*>(out), out_pitch);
+  }
+#endif
   for (std::int64_t i = 0; i < kSide; ++i) {
     std::uint32_t* line = pairs + i * kSide;
     if (columns == kSide && i < rows) {
