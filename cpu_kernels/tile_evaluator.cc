@@ -43,10 +43,10 @@ std::int64_t UnitsOfPart(std::int64_t intermediate, std::int64_t parts) {
   return CeilDiv(units, std::min(units, parts));
 }
 
-std::int64_t ColumnsOfPart(std::int64_t hidden, std::int64_t parts) {
+std::int64_t ColumnsOfPart(std::int64_t columns, std::int64_t parts) {
+  if (parts == 1) return columns;
   // Superblocks of weights are 8 columns wide: a narrower task would read them in pieces.
-  const std::int64_t columns = CeilDiv(hidden, 32);
-  return std::min(columns, RoundUp(CeilDiv(columns, parts), 8));
+  return std::min(columns, std::max<std::int64_t>(8, columns / parts / 8 * 8));
 }
 
 std::int64_t LoraTaskElements(std::int64_t parameters, int threads) {
@@ -90,7 +90,7 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
                                                        : PartsForThreads(in_flight, query.threads);
   const std::int64_t parts = query.threads == 1 ? 1 : tasks;
   blocking.intermediate_units_per_task = UnitsOfPart(query.intermediate, parts);
-  blocking.hidden_columns_per_task = ColumnsOfPart(query.hidden, parts);
+  blocking.hidden_columns_per_task = ColumnsOfPart(CeilDiv(query.hidden, 32), parts);
   blocking.tokens_per_merge = TokensPerMerge(query.tokens, query.threads);
   blocking.blocks_per_step = StepBlocks(query.matrix_unit, query.rows, query.hidden, HostL2Bytes());
   blocking.gradient_columns = GradientColumns(query.matrix_unit, query.rows, HostL2Bytes());

@@ -133,8 +133,7 @@ void Pass::CutJobs() {
   // Parts of I are whole units; parts of H whole superblocks, where there are several.
   const std::int64_t units = blocking.intermediate_units_per_task, columns = blocking.hidden_columns_per_task;
   const PartSizes most{units * kBlocksPerUnit, columns};
-  const PartSizes tail{CeilDiv(units, blocking.tail_parts) * kBlocksPerUnit,
-                       std::min(columns, RoundUp(CeilDiv(columns, blocking.tail_parts), kSuperblock))};
+  const PartSizes tail{CeilDiv(units, blocking.tail_parts) * kBlocksPerUnit, ColumnsOfPart(columns, blocking.tail_parts)};
   std::int64_t rows = 0;
   for (const Job& job : jobs) rows += job.rows;
   const std::int64_t count = static_cast<std::int64_t>(jobs.size()), first_tail_job = count - blocking.tail_jobs;
@@ -143,7 +142,7 @@ void Pass::CutJobs() {
     PartSizes sizes = job < first_tail_job ? most : tail;
     const std::int64_t parts = blocking.cuts_long_jobs ? PartsOfLongJob(jobs[job].rows, rows, threads) : 1;
     sizes.intermediate = std::min(sizes.intermediate, UnitsOfPart(LargestShard(shards), parts) * kBlocksPerUnit);
-    sizes.hidden = std::min(sizes.hidden, ColumnsOfPart(config.hidden_size, parts));
+    sizes.hidden = std::min(sizes.hidden, ColumnsOfPart(CeilDiv(config.hidden_size, kTileColumns), parts));
     part_sizes_.push_back(sizes);
   }
 }

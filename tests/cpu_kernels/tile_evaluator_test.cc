@@ -109,8 +109,8 @@ TEST(TileEvaluator, SmallAdaptersAreTasksForAllThreads) {
 
 TEST(TileEvaluator, FewerJobsThanThreadsAreCutFiner) {
   const auto columns = [](std::int64_t jobs) { return ChooseBlocking({jobs, 128, 4096, 14336, 16}).hidden_columns_per_task; };
-  EXPECT_EQ(columns(8), 16);   // 128 / 12 tasks, in superblocks of 8
-  EXPECT_EQ(columns(16), 48);  // 128 / 3
+  EXPECT_EQ(columns(8), 8);    // 128 / 12 tasks, in superblocks of 8
+  EXPECT_EQ(columns(16), 40);  // 128 / 3
   EXPECT_EQ(columns(48), 128);
 }
 
@@ -122,9 +122,11 @@ TEST(TileEvaluator, LongJobsAreCutFiner) {
   EXPECT_EQ(PartsOfLongJob(0, 0, 16), 1);
   EXPECT_EQ(UnitsOfPart(14336, 5), 23);   // of 112
   EXPECT_EQ(UnitsOfPart(100, 32), 1);     // there is one
-  EXPECT_EQ(ColumnsOfPart(4096, 3), 48);  // of 128, in superblocks of 8
-  EXPECT_EQ(ColumnsOfPart(4096, 1000), 8);
-  EXPECT_EQ(ColumnsOfPart(100, 2), 4);  // all
+  EXPECT_EQ(ColumnsOfPart(128, 3), 40);  // in superblocks of 8
+  EXPECT_EQ(ColumnsOfPart(128, 4), 32);
+  EXPECT_EQ(ColumnsOfPart(128, 1000), 8);
+  EXPECT_EQ(ColumnsOfPart(4, 2), 4);    // all
+  EXPECT_EQ(ColumnsOfPart(90, 1), 90);  // all
 }
 
 TEST(TileEvaluator, LongContractionsAreCutSoThatASliceStaysInCache) {

@@ -100,9 +100,7 @@ class JobCut:
             jobs, hidden, intermediate, threads, slots
         )
         tail_units = ceil_div(units_per_task, tail_parts)
-        tail_columns = columns_per_task
-        if tail_parts > 1:
-            tail_columns = min(columns_per_task, round_up(ceil_div(columns_per_task, tail_parts), 8))
+        tail_columns = _core.columns_of_part(columns_per_task, tail_parts)
         return JobCut(
             ceil_div(units, units_per_task),
             ceil_div(columns, columns_per_task),
@@ -120,7 +118,7 @@ class JobCut:
         if cut is Cut.INTERMEDIATE:
             few = ceil_div(self.units, ceil_div(self.units, min(self.units, least)))
             return max(self.tail_intermediate if tail else self.intermediate, few)
-        few = ceil_div(self.columns, min(self.columns, round_up(ceil_div(self.columns, least), 8)))
+        few = ceil_div(self.columns, _core.columns_of_part(self.columns, least))
         return max(self.tail_hidden if tail else self.hidden, few)
 
 
