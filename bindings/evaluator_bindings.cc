@@ -256,6 +256,7 @@ void RegisterEvaluator(py::module_& module) {
         return std::tuple(b.intermediate_units_per_task, b.hidden_columns_per_task, b.tail_jobs, b.tail_parts);
       },
       py::arg("jobs"), py::arg("hidden"), py::arg("intermediate"), py::arg("threads"), py::arg("slots"));
+  module.def("units_of_part", &UnitsOfPart, py::arg("units"), py::arg("parts"));
   module.def("columns_of_part", &ColumnsOfPart, py::arg("columns"), py::arg("parts"));
   module.def("parts_of_long_job", &PartsOfLongJob, py::arg("rows"), py::arg("all_rows"), py::arg("threads"));
   module.def("tokens_per_merge", &TokensPerMerge, py::arg("tokens"), py::arg("threads"));

@@ -38,10 +38,7 @@ std::int64_t PartsOfLongJob(std::int64_t rows, std::int64_t all_rows, int thread
   return CeilDiv(std::int64_t{2} * threads * rows, all_rows);
 }
 
-std::int64_t UnitsOfPart(std::int64_t intermediate, std::int64_t parts) {
-  const std::int64_t units = CeilDiv(intermediate, kIntermediateUnit);
-  return CeilDiv(units, std::min(units, parts));
-}
+std::int64_t UnitsOfPart(std::int64_t units, std::int64_t parts) { return std::max<std::int64_t>(1, units / parts); }
 
 std::int64_t ColumnsOfPart(std::int64_t columns, std::int64_t parts) {
   if (parts == 1) return columns;
@@ -86,10 +83,9 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   Blocking blocking;
   // With many jobs each stays whole on one core, whose cache then holds its activations.
   const std::int64_t in_flight = query.slots < query.threads ? std::min(query.slots, query.jobs) : query.jobs;
-  const std::int64_t tasks = in_flight < query.threads ? PartsForThreads(in_flight, query.threads, kLayerTasksOfThread)
-                                                       : PartsForThreads(in_flight, query.threads);
-  const std::int64_t parts = query.threads == 1 ? 1 : tasks;
-  blocking.intermediate_units_per_task = UnitsOfPart(query.intermediate, parts);
+  const bool whole = query.threads == 1 || in_flight >= kWholeJobsOfThread * query.threads;
+  const std::int64_t parts = whole ? 1 : PartsForThreads(in_flight, query.threads, kLayerTasksOfThread);
+  blocking.intermediate_units_per_task = UnitsOfPart(CeilDiv(query.intermediate, kIntermediateUnit), parts);
   blocking.hidden_columns_per_task = ColumnsOfPart(CeilDiv(query.hidden, 32), parts);
   blocking.tokens_per_merge = TokensPerMerge(query.tokens, query.threads);
   blocking.blocks_per_step = StepBlocks(query.matrix_unit, query.rows, query.hidden, HostL2Bytes());
@@ -97,7 +93,7 @@ Blocking ChooseBlocking(const BlockingQuery& query) {
   // The longest contraction is that of gate and up, in backward.
   blocking.unpack_depth =
       UnpackSlice(query.matrix_unit, CeilDiv(query.intermediate, 16), CeilDiv(query.rows, 16), HostL2Bytes());
-  if (tasks == 1 && query.threads > 1) {
+  if (whole && query.threads > 1) {
     blocking.tail_jobs = std::min<std::int64_t>(query.jobs, query.threads);
     blocking.tail_parts = 4;
   }

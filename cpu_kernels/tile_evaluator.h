@@ -51,13 +51,13 @@ struct Blocking {
 };
 
 /// Parts into which each of `pieces` of work is cut for `threads` threads: so many tasks a thread that the last ones do not
-/// leave cores idle, three in a single product and in a layer with jobs for all threads. One where the pieces are so many
-/// already.
+/// leave cores idle, three in a single product. One where the pieces are so many already.
 std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t tasks_of_thread = 3);
 
-/// In a layer with fewer jobs than threads, each of whose stages waits for the last task of the one before. (8 experts on 16
-/// threads, which are not equally fast: with three tasks a thread a forward and backward take a tenth longer.)
-inline constexpr std::int64_t kLayerTasksOfThread = 6;
+/// Jobs a thread from which on they are not cut but for the last ones, and tasks a thread in each stage of fewer, which waits
+/// for the last task of the one before. (32 experts on 16 threads, which are not equally fast: with three tasks a thread
+/// forward takes up to a tenth longer. docs/EXPERIMENTS.md)
+inline constexpr std::int64_t kWholeJobsOfThread = 3, kLayerTasksOfThread = 12;
 
 /// Parts into which the stages of a job with so many of all rows are cut at least, so that each is at most half of what a
 /// thread has of them: without, the others would wait for the thread of a hot expert's job.
@@ -100,11 +100,10 @@ std::int64_t TokensPerMerge(std::int64_t tokens, int threads);
 
 Blocking ChooseBlocking(const BlockingQuery& query);
 
-/// Units of I in a part where there are `parts`, >= 1.
-std::int64_t UnitsOfPart(std::int64_t intermediate, std::int64_t parts);
-
-/// Of so many tile columns of H, those in a part where there are `parts`, >= 1, or more: a multiple of 8, or all. (Rounded up,
-/// a layer of 8 experts on 16 threads had 64 tasks in a stage instead of 128, and took up to 5% longer: docs/EXPERIMENTS.md.)
+/// Of so many units of I, those in a part where there are `parts`, >= 1, or more. Likewise of so many tile columns of H: a
+/// multiple of 8, or all. (Rounded up, 8 experts on 16 threads had half as many tasks as were asked for, and took up to 5%
+/// longer: docs/EXPERIMENTS.md.)
+std::int64_t UnitsOfPart(std::int64_t units, std::int64_t parts);
 std::int64_t ColumnsOfPart(std::int64_t columns, std::int64_t parts);
 
 /// While it lives, ChooseBlocking returns `blocking`. For tests; not thread safe.

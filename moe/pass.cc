@@ -132,6 +132,8 @@ void Pass::Allocate(std::int64_t job_bytes) {
 void Pass::CutJobs() {
   // Parts of I are whole units; parts of H whole superblocks, where there are several.
   const std::int64_t units = blocking.intermediate_units_per_task, columns = blocking.hidden_columns_per_task;
+  const std::int64_t all_units = CeilDiv(LargestShard(shards), kIntermediateUnit);
+  const std::int64_t all_columns = CeilDiv(config.hidden_size, kTileColumns);
   const PartSizes most{units * kBlocksPerUnit, columns};
   const PartSizes tail{CeilDiv(units, blocking.tail_parts) * kBlocksPerUnit, ColumnsOfPart(columns, blocking.tail_parts)};
   std::int64_t rows = 0;
@@ -141,8 +143,8 @@ void Pass::CutJobs() {
   for (std::int64_t job = 0; job < count; ++job) {
     PartSizes sizes = job < first_tail_job ? most : tail;
     const std::int64_t parts = blocking.cuts_long_jobs ? PartsOfLongJob(jobs[job].rows, rows, threads) : 1;
-    sizes.intermediate = std::min(sizes.intermediate, UnitsOfPart(LargestShard(shards), parts) * kBlocksPerUnit);
-    sizes.hidden = std::min(sizes.hidden, ColumnsOfPart(CeilDiv(config.hidden_size, kTileColumns), parts));
+    sizes.intermediate = std::min(sizes.intermediate, UnitsOfPart(all_units, parts) * kBlocksPerUnit);
+    sizes.hidden = std::min(sizes.hidden, ColumnsOfPart(all_columns, parts));
     part_sizes_.push_back(sizes);
   }
 }

@@ -109,8 +109,8 @@ TEST(TileEvaluator, SmallAdaptersAreTasksForAllThreads) {
 
 TEST(TileEvaluator, FewerJobsThanThreadsAreCutFiner) {
   const auto columns = [](std::int64_t jobs) { return ChooseBlocking({jobs, 128, 4096, 14336, 16}).hidden_columns_per_task; };
-  EXPECT_EQ(columns(8), 8);    // 128 / 12 tasks, in superblocks of 8
-  EXPECT_EQ(columns(16), 40);  // 128 / 3
+  EXPECT_EQ(columns(8), 8);    // 128 / 24 tasks, in superblocks of 8
+  EXPECT_EQ(columns(47), 24);  // 128 / 5
   EXPECT_EQ(columns(48), 128);
 }
 
@@ -120,8 +120,8 @@ TEST(TileEvaluator, LongJobsAreCutFiner) {
   EXPECT_EQ(PartsOfLongJob(1600, 1600, 16), 32);
   EXPECT_EQ(PartsOfLongJob(1600, 1600, 1), 1);
   EXPECT_EQ(PartsOfLongJob(0, 0, 16), 1);
-  EXPECT_EQ(UnitsOfPart(14336, 5), 23);   // of 112
-  EXPECT_EQ(UnitsOfPart(100, 32), 1);     // there is one
+  EXPECT_EQ(UnitsOfPart(112, 5), 22);
+  EXPECT_EQ(UnitsOfPart(1, 32), 1);      // there is one
   EXPECT_EQ(ColumnsOfPart(128, 3), 40);  // in superblocks of 8
   EXPECT_EQ(ColumnsOfPart(128, 4), 32);
   EXPECT_EQ(ColumnsOfPart(128, 1000), 8);

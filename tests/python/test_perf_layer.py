@@ -585,7 +585,7 @@ def test_new_jobs_begin_before_others_are_helped() -> None:
 def test_long_jobs_are_cut_finer() -> None:
     cut = JobCut.choose(40, 640, 640, 8, 40)
     assert cut.parts(Cut.INTERMEDIATE, tail=False) == 1 and cut.parts(Cut.INTERMEDIATE, tail=True) > 1
-    for least, intermediate, hidden in ((1, 1, 1), (2, 2, 3), (3, 3, 3), (100, 5, 3)):  # 5 units, 20 columns by 8
+    for least, intermediate, hidden in ((1, 1, 1), (2, 3, 3), (3, 5, 3), (100, 5, 3)):  # 5 units, 20 columns by 8
         assert cut.parts(Cut.INTERMEDIATE, tail=False, least=least) == intermediate
         assert cut.parts(Cut.HIDDEN, tail=False, least=least) == hidden
         assert cut.parts(Cut.WHOLE, tail=False, least=least) == 1

@@ -475,8 +475,11 @@ def are_stored_rows(rows: int, most_few: int, most_stored: int) -> bool:
 def unpack_slice(matrix_unit: bool, tiles: int, panels: int, l2_bytes: int) -> int:
     """Right tiles of a slice of the unpack form's contraction, 0: all; cpu_kernels/tile_evaluator.h."""
 
+def units_of_part(units: int, parts: int) -> int:
+    """Of so many units of I, those in a part where there are so many parts or more."""
+
 def columns_of_part(columns: int, parts: int) -> int:
-    """Of so many tile columns of H, those in a part where there are so many parts or more."""
+    """Likewise of so many tile columns of H."""
 
 def parts_of_long_job(rows: int, all_rows: int, threads: int) -> int:
     """Parts into which the stages of a job with so many of all rows are cut at least."""

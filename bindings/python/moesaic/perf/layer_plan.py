@@ -116,7 +116,7 @@ class JobCut:
         if cut is Cut.WHOLE:
             return 1
         if cut is Cut.INTERMEDIATE:
-            few = ceil_div(self.units, ceil_div(self.units, min(self.units, least)))
+            few = ceil_div(self.units, _core.units_of_part(self.units, least))
             return max(self.tail_intermediate if tail else self.intermediate, few)
         few = ceil_div(self.columns, _core.columns_of_part(self.columns, least))
         return max(self.tail_hidden if tail else self.hidden, few)
