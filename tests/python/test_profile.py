@@ -20,6 +20,7 @@ from moesaic.cli import main
 from moesaic.perf import calibration
 from moesaic.profiles import document as doc
 from moesaic.profiles.compare import compare
+from moesaic.profiles.idle import idle_between
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 Browse = Callable[[str], subprocess.CompletedProcess[str]]
@@ -99,6 +100,39 @@ def test_the_trace_gives_the_totals_of_the_timers(recorded: doc.Document, tmp_pa
         if name in doc.SUMS:
             continue  # no timer watches them
         assert totals[name] / 1e6 == pytest.approx(ms, rel=1e-3, abs=2e-3), name
+
+
+def test_idle_time_between_phases() -> None:
+    ranges = ["forward", "gate_up_gemm", "gate_up_lora", "down_gemm", "merge", "backward"]
+
+    def phase(name: str, begin: float, duration: float) -> list[float]:
+        return [0, begin, duration, ranges.index(name), -1, 0, 0.0, 0.0]
+
+    def idle(begin: float, duration: float) -> list[float]:
+        return [1, begin, duration, 1, -1, 0, 0.0, 0.0]
+
+    caller = [phase("forward", 0, 100), idle(2, 8), phase("gate_up_gemm", 10, 20), phase("gate_up_lora", 30, 10)]
+    caller += [idle(40, 5), phase("down_gemm", 45, 45), phase("merge", 90, 10), phase("backward", 200, 50)]
+    caller += [phase("merge", 210, 20)]
+    other = [idle(3, 2), [2, 6, 0.0, 0, -1, 0, 0.0, 0.0], phase("gate_up_gemm", 10, 25), idle(36, 2), idle(38, 6)]
+    other += [phase("down_gemm", 45, 15), idle(60, 40), idle(150, 10), idle(205, 40)]
+    trace = {"kinds": list(doc.EVENT_KINDS), "idle_kinds": list(doc.IDLE_KINDS), "ranges": ranges}
+    trace["threads"] = [{"lane": lane, "events": events} for lane, events in enumerate((caller, other))]
+    assert idle_between(trace) == [
+        {"after": "down_gemm", "before": "end of forward", "thread_ms": 0.04, "times": 1, "longest_ms": 0.04},
+        {"after": "begin of backward", "before": "end of backward", "thread_ms": 0.04, "times": 1, "longest_ms": 0.04},
+        # The adapter's share of a product is the product's; what is idle twice in between counts twice.
+        {"after": "gate_up_gemm", "before": "down_gemm", "thread_ms": 0.013, "times": 3, "longest_ms": 0.006},
+        {"after": "begin of forward", "before": "gate_up_gemm", "thread_ms": 0.01, "times": 2, "longest_ms": 0.008},
+    ]
+
+
+def test_idle_times_of_a_trace_add_up(recorded: doc.Document) -> None:
+    trace = recorded["trace"]
+    rows = idle_between(trace)
+    idle = [event[2] for thread in trace["threads"] for event in thread["events"] if trace["kinds"][event[0]] == "idle"]
+    assert sum(row["thread_ms"] for row in rows) == pytest.approx(sum(idle) / 1e3)
+    assert sum(row["times"] for row in rows) == len(idle)
 
 
 def test_the_report_in_a_browser(recorded: doc.Document, tmp_path: Path, browse: Browse) -> None:

@@ -23,6 +23,7 @@ from moesaic.commands.output import CommandError, Tables, UsageError, print_json
 from moesaic.profiler import SUFFIXES
 from moesaic.profiles import document as doc
 from moesaic.profiles.compare import compare
+from moesaic.profiles.idle import idle_between
 from moesaic.profiles.system import USAGE
 
 _DESCRIPTION = """\
@@ -30,6 +31,9 @@ Runs a program and reports where the engine's time went, as in `moesaic profile 
 With `show run.json` it prints a recording again or turns it into another form, and with `diff a.json b.json` it says
 which phase got slower, and by how much more than its noise. The exit code is the program's; 1 if there is nothing to
 report."""
+
+
+_MOST_IDLE = 8  # rows: what follows is a thousandth of the first one's, mostly
 
 
 def add_parser(commands: Any) -> None:
@@ -328,6 +332,7 @@ def print_document(document: doc.Document, layers: bool = False) -> None:
         pool = document["pool"]
         counts = (("joins", "runs"), ("tasks", "tasks"), ("steals", "steals"), ("parks", "parks"))
         tables.line(", ".join(f"{title} {pool[name]:.0f}" for title, name in counts))
+        _print_idle(tables, document)
         tables.table(
             "calls",
             ("", "calls", "jobs", "joins", "median ms", "min", "max", "outside the engine, us", "min"),
@@ -354,6 +359,21 @@ def print_document(document: doc.Document, layers: bool = False) -> None:
         middle = _cell(statistics.median(steps) if steps else None, 0)
         rows.append((name.replace("_", " "), _cell(value, 0), middle, source))
     tables.table("operating system", ("", "whole run", "a steady step, median", "counted by"), rows)
+
+
+def _print_idle(tables: Tables, document: doc.Document) -> None:
+    """What threads waited for in the step whose time line was recorded."""
+    rows = idle_between(document["trace"]) if document["trace"] else []
+    if not rows:
+        return
+    tables.table(
+        "idle in one step, by the phases around it",
+        ("after", "before", "thread ms", "times", "longest"),
+        [
+            (row["after"], row["before"], _cell(row["thread_ms"], 3), f"{row['times']:,}", _cell(row["longest_ms"], 3))
+            for row in rows[:_MOST_IDLE]
+        ],
+    )
 
 
 def _print_layers(tables: Tables, document: doc.Document, phases: bool) -> None:
