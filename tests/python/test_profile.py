@@ -146,6 +146,10 @@ def test_the_report_in_a_browser(recorded: doc.Document, tmp_path: Path, browse:
     for row in recorded["phases"]:
         name = f"{row['category']}/{row['name']}" if row["category"].startswith("GU3_") else row["name"]
         assert float(shown[name]) == row["thread_ms"], name
+    gaps = re.findall(r'data-gap="([^"]+)" data-ms="([^"]+)"', result.stdout)
+    assert [(name, float(ms)) for name, ms in gaps] == [
+        (f"{row['after']}, {row['before']}", row["thread_ms"]) for row in idle_between(recorded["trace"])[:20]
+    ]
     bars = dict(re.findall(r'data-part="(\w+)" data-ms="([^"]+)"', result.stdout))
     assert {f"{name}_ms": float(value) for name, value in bars.items()} == {
         name: value for name, value in recorded["account"].items() if name != "threads_x_wall_ms"

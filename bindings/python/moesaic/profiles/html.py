@@ -6,17 +6,20 @@ import json
 from pathlib import Path
 
 from moesaic.profiles.document import PARENTS, TRANSFERS, Document
+from moesaic.profiles.idle import idle_between
 
 __all__ = ["render"]
 
 _MOST_EVENTS = 40_000
+_MOST_IDLE = 20
 
 
 def render(document: Document) -> str:
     """The report; the document itself is embedded, and the page reads all of its numbers from it."""
-    shown = dict(document, parents=sorted(PARENTS | TRANSFERS))
+    shown = dict(document, parents=sorted(PARENTS | TRANSFERS), idle=[])
     if document.get("trace"):
         trace = document["trace"]
+        shown["idle"] = idle_between(trace)[:_MOST_IDLE]
         threads = [dict(thread) for thread in trace["threads"]]
         longest = max((len(thread["events"]) for thread in threads), default=0)
         shown["trace"] = dict(trace, threads=threads, left_out=0)
