@@ -38,10 +38,12 @@ std::int64_t PartsOfLongJob(std::int64_t rows, std::int64_t all_rows, int thread
   return CeilDiv(std::int64_t{2} * threads * rows, all_rows);
 }
 
-std::int64_t UnitsOfPart(std::int64_t units, std::int64_t parts) { return std::max<std::int64_t>(1, units / parts); }
+std::int64_t UnitsOfPart(std::int64_t units, std::int64_t parts) {
+  return std::max<std::int64_t>(1, units / std::max<std::int64_t>(1, parts));
+}
 
 std::int64_t ColumnsOfPart(std::int64_t columns, std::int64_t parts) {
-  if (parts == 1) return columns;
+  if (parts <= 1) return columns;
   // Superblocks of weights are 8 columns wide: a narrower task would read them in pieces.
   return std::min(columns, std::max<std::int64_t>(8, columns / parts / 8 * 8));
 }

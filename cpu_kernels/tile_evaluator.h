@@ -55,8 +55,8 @@ struct Blocking {
 std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t tasks_of_thread = 3);
 
 /// Jobs a thread from which on they are not cut but for the last ones, and tasks a thread in each stage of fewer, which waits
-/// for the last task of the one before. (32 experts on 16 threads, which are not equally fast: with three tasks a thread
-/// forward takes up to a tenth longer. docs/EXPERIMENTS.md)
+/// for the last task of the one before; less than that where pieces are too large. (20 to 32 experts on 16 threads, which are
+/// not equally fast: with three tasks a thread forward takes 1.07 to 1.16 times as long. docs/EXPERIMENTS.md)
 inline constexpr std::int64_t kWholeJobsOfThread = 3, kLayerTasksOfThread = 12;
 
 /// Parts into which the stages of a job with so many of all rows are cut at least, so that each is at most half of what a
@@ -100,9 +100,9 @@ std::int64_t TokensPerMerge(std::int64_t tokens, int threads);
 
 Blocking ChooseBlocking(const BlockingQuery& query);
 
-/// Of so many units of I, those in a part where there are `parts`, >= 1, or more. Likewise of so many tile columns of H: a
-/// multiple of 8, or all. (Rounded up, 8 experts on 16 threads had half as many tasks as were asked for, and took up to 5%
-/// longer: docs/EXPERIMENTS.md.)
+/// Of so many units of I, those in a part where there are `parts`, >= 1: rounded down, so that there may be up to twice as many
+/// parts. Likewise of so many tile columns of H: a multiple of 8, or all. (Rounded up, 8 experts on 16 threads had two thirds
+/// of the tasks that were asked for, and took up to 5% longer: docs/EXPERIMENTS.md.)
 std::int64_t UnitsOfPart(std::int64_t units, std::int64_t parts);
 std::int64_t ColumnsOfPart(std::int64_t columns, std::int64_t parts);
 

@@ -108,31 +108,46 @@ def test_idle_time_between_phases() -> None:
     def phase(name: str, begin: float, duration: float) -> list[float]:
         return [0, begin, duration, ranges.index(name), -1, 0, 0.0, 0.0]
 
-    def idle(begin: float, duration: float) -> list[float]:
-        return [1, begin, duration, 1, -1, 0, 0.0, 0.0]
+    def thread(lane: int, *events: list[float], dropped: int = 0) -> dict[str, Any]:
+        return {"lane": lane, "events": list(events), "dropped": dropped}
 
-    caller = [phase("forward", 0, 100), idle(2, 8), phase("gate_up_gemm", 10, 20), phase("gate_up_lora", 30, 10)]
-    caller += [idle(40, 5), phase("down_gemm", 45, 45), phase("merge", 90, 10), phase("backward", 200, 50)]
-    caller += [phase("merge", 210, 20)]
-    other = [idle(3, 2), [2, 6, 0.0, 0, -1, 0, 0.0, 0.0], phase("gate_up_gemm", 10, 25), idle(36, 2), idle(38, 6)]
-    other += [phase("down_gemm", 45, 15), idle(60, 40), idle(150, 10), idle(205, 40)]
+    caller = [phase("forward", 0, 100), phase("gate_up_gemm", 10, 20), phase("gate_up_lora", 30, 10)]
+    caller += [phase("down_gemm", 45, 45), phase("merge", 91, 9)]
+    worker = [phase("gate_up_gemm", 12, 23), [1, 35.5, 9.0, 1, -1, 0, 0.0, 0.0], phase("down_gemm", 45, 15)]
+    worker += [[2, 60, 0.0, 0, -1, 0, 0.0, 0.0], phase("merge", 150, 10), phase("merge", 210, 20)]
+    second = [phase("backward", 200, 50), phase("merge", 204, 46)]  # another thread that calls
     trace = {"kinds": list(doc.EVENT_KINDS), "idle_kinds": list(doc.IDLE_KINDS), "ranges": ranges}
-    trace["threads"] = [{"lane": lane, "events": events} for lane, events in enumerate((caller, other))]
-    assert idle_between(trace) == [
-        {"after": "down_gemm", "before": "end of forward", "thread_ms": 0.04, "times": 1, "longest_ms": 0.04},
-        {"after": "begin of backward", "before": "end of backward", "thread_ms": 0.04, "times": 1, "longest_ms": 0.04},
-        # The adapter's share of a product is the product's; what is idle twice in between counts twice.
-        {"after": "gate_up_gemm", "before": "down_gemm", "thread_ms": 0.013, "times": 3, "longest_ms": 0.006},
-        {"after": "begin of forward", "before": "gate_up_gemm", "thread_ms": 0.01, "times": 2, "longest_ms": 0.008},
+    trace["threads"] = [thread(0, *caller), thread(0, *second), thread(1, *worker), thread(-1, phase("merge", 0, 9))]
+    rows = [(row["after"], row["before"], 1e3 * row["thread_ms"], row["times"]) for row in idle_between(trace, 3)]
+    assert rows == [
+        ("begin of forward", "end of forward", pytest.approx(100), 1),  # the third thread
+        ("begin of backward", "end of backward", pytest.approx(50), 1),
+        ("down_gemm", "end of forward", pytest.approx(40), 1),
+        ("begin of forward", "gate_up_gemm", pytest.approx(22), 2),
+        ("merge", "end of backward", pytest.approx(20), 1),
+        # The adapter's share of a product is the product's; a microsecond between two tasks is none.
+        ("gate_up_gemm", "down_gemm", pytest.approx(15), 2),
+        ("begin of backward", "merge", pytest.approx(14), 2),
     ]
+    assert idle_between(trace, 3)[3]["longest_ms"] == pytest.approx(0.012)
+    # What came behind the last event that fitted is not known.
+    trace["threads"][2] = thread(1, *worker[:4], dropped=7)
+    assert idle_between(trace, 3) == []
+    trace["threads"][2] = thread(1, *worker[:5], dropped=7)
+    assert all("backward" not in row["before"] for row in idle_between(trace, 3))
 
 
-def test_idle_times_of_a_trace_add_up(recorded: doc.Document) -> None:
-    trace = recorded["trace"]
-    rows = idle_between(trace)
-    idle = [event[2] for thread in trace["threads"] for event in thread["events"] if trace["kinds"][event[0]] == "idle"]
-    assert sum(row["thread_ms"] for row in rows) == pytest.approx(sum(idle) / 1e3)
-    assert sum(row["times"] for row in rows) == len(idle)
+def test_phases_and_idle_times_of_a_trace_add_up(recorded: doc.Document) -> None:
+    """Every moment of every thread inside of a call is a phase's or listed, but for the ways between tasks."""
+    trace, threads = recorded["trace"], recorded["threads"]
+    phases = calls = 0.0
+    for thread in trace["threads"]:
+        for kind, _, duration, what, *_ in thread["events"]:
+            if trace["kinds"][kind] == "range":
+                calls += duration if trace["ranges"][what] in ("forward", "backward") else 0.0
+                phases += duration if doc.is_leaf(trace["ranges"][what]) else 0.0
+    idle = 1e3 * sum(row["thread_ms"] for row in idle_between(trace, threads))
+    assert 0 <= threads * calls - phases - idle < 0.2 * threads * calls
 
 
 def test_the_report_in_a_browser(recorded: doc.Document, tmp_path: Path, browse: Browse) -> None:
@@ -148,7 +163,8 @@ def test_the_report_in_a_browser(recorded: doc.Document, tmp_path: Path, browse:
         assert float(shown[name]) == row["thread_ms"], name
     gaps = re.findall(r'data-gap="([^"]+)" data-ms="([^"]+)"', result.stdout)
     assert [(name, float(ms)) for name, ms in gaps] == [
-        (f"{row['after']}, {row['before']}", row["thread_ms"]) for row in idle_between(recorded["trace"])[:20]
+        (f"{row['after']}, {row['before']}", row["thread_ms"])
+        for row in idle_between(recorded["trace"], recorded["threads"])[:20]
     ]
     bars = dict(re.findall(r'data-part="(\w+)" data-ms="([^"]+)"', result.stdout))
     assert {f"{name}_ms": float(value) for name, value in bars.items()} == {
@@ -200,16 +216,26 @@ def test_edited_files(recorded: doc.Document, tmp_path: Path, capsys: pytest.Cap
     without = {name: value for name, value in recorded.items() if name != "calls"}
     no_number = {**recorded, "phases": [{**recorded["phases"][0], "calls": "many"}]}
     no_step = {**recorded, "steps": [None]}
+    cut_event = json.loads(json.dumps(recorded))
+    cut_event["trace"]["threads"][0]["events"][0] = [0, 1]
     for content, command in (
         (without, ["show"]),
         (without, ["show", "-o", str(tmp_path / "run.html")]),
         (no_number, ["show"]),
+        (cut_event, ["show"]),
+        (cut_event, ["show", "-o", str(tmp_path / "run.html")]),
         (no_step, ["diff", str(good)]),
     ):
         edited.write_text(json.dumps(content))
         assert main(["profile", *command, str(edited)]) == 1
         error = capsys.readouterr().err
         assert "edited.json: not as schema 3 says" in error and error.count("\n") == 1
+    edited.write_text(json.dumps({name: value for name, value in recorded.items() if name != "trace"}))
+    assert main(["profile", "show", str(edited)]) == 0
+    assert main(["profile", "show", str(edited), "-o", str(tmp_path / "run.perfetto-trace")]) == 1
+    assert "there is no time line in this profile" in capsys.readouterr().err
+    assert main(["profile", "show", str(edited), "-o", str(tmp_path / "run.txt")]) == 2
+    assert "expected a name that ends in" in capsys.readouterr().err
 
 
 def test_bad_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,6 +244,8 @@ def test_bad_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--", "true"]) == 1
     error = capsys.readouterr().err
     assert "nothing of the engine ran" in error and error.count("\n") == 1
+    assert main(["profile", "--", sys.executable, "-c", "import moesaic, sys; sys.exit(7)"]) == 1
+    assert "ended with 7, and nothing of the engine ran in it" in capsys.readouterr().err
     assert main(["profile", "--"]) == 2
     nowhere = tmp_path / "none" / "run.json"
     assert main(["profile", "-o", str(nowhere), "--", "touch", str(tmp_path / "ran")]) == 1

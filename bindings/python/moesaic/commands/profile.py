@@ -33,7 +33,7 @@ which phase got slower, and by how much more than its noise. The exit code is th
 report."""
 
 
-_MOST_IDLE = 8  # rows: what follows is a thousandth of the first one's, mostly
+_MOST_IDLE = 8  # rows
 
 
 def add_parser(commands: Any) -> None:
@@ -54,10 +54,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Does what the command line says and returns the exit code."""
     what: list[str] = args.what
-    if args.output is not None and Path(args.output).suffix not in SUFFIXES:
-        raise UsageError(f"-o {args.output}: expected a name that ends in .json, .html or .perfetto-trace")
-    if args.output is not None and not Path(args.output).absolute().parent.is_dir():  # before a program runs for hours
-        raise CommandError(f"-o {args.output}: there is no such folder")
+    if args.output is not None:
+        _check_output(args.output)
     if what[:1] == ["--"]:
         if len(what) == 1:
             raise UsageError("profile: no command after --")
@@ -81,7 +79,9 @@ def _trailing(args: argparse.Namespace, rest: list[str], count: int) -> list[str
         raise UsageError(f"profile: {error}") from error
     args.json = args.json or options.json
     args.layers = args.layers or options.layers
-    args.output = options.output or args.output
+    if options.output is not None:
+        _check_output(options.output)
+        args.output = options.output
     if len(files) != count:
         raise UsageError(f"profile: expected {count} file{'s' if count > 1 else ''}, got {' '.join(files) or 'none'}")
     return files
@@ -97,10 +97,19 @@ def _load(path: str) -> doc.Document:
 def _write(document: doc.Document, path: str) -> None:
     from moesaic.profiler import write
 
+    if Path(path).suffix == ".perfetto-trace" and not document.get("trace"):
+        raise CommandError(f"{path}: there is no time line in this profile")
     try:
         write(document, path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CommandError(f"{path}: {error}") from error
+
+
+def _check_output(path: str) -> None:
+    if Path(path).suffix not in SUFFIXES:
+        raise UsageError(f"-o {path}: expected a name that ends in .json, .html or .perfetto-trace")
+    if not Path(path).absolute().parent.is_dir():  # before a program runs for hours
+        raise CommandError(f"-o {path}: there is no such folder")
 
 
 @contextlib.contextmanager
@@ -180,6 +189,7 @@ def _run_program(args: argparse.Namespace, command: list[str]) -> int:
         began = time.perf_counter()
         code = _call(command, environment, stdout_is_ours=args.json)
         wall_ms = (time.perf_counter() - began) * 1e3
+        document = None
         if recorded.exists() and recorded.stat().st_size > 0:
             document = _load_own(recorded)
         elif ranges.with_suffix(".csv").exists():
@@ -187,7 +197,7 @@ def _run_program(args: argparse.Namespace, command: list[str]) -> int:
         else:
             killed = ", or it was killed before it could write" if code >= 128 else ""
             raise CommandError(f"{command[0]} ended with {code}, and nothing of the engine ran in it{killed}")
-        if not document["phases"]:
+        if document is None or not document["phases"]:
             raise CommandError(f"{command[0]} ended with {code}, and nothing of the engine ran in it")
         _report(document, args)
         if args.nvtx and not args.json and ranges.with_suffix(".txt").exists():
@@ -213,9 +223,12 @@ def _call(command: list[str], environment: dict[str, str], *, stdout_is_ours: bo
     return code if code >= 0 else 128 - code
 
 
-def _load_own(path: Path) -> doc.Document:
+def _load_own(path: Path) -> doc.Document | None:
+    """None: nothing of the engine ran."""
     try:
         return doc.load(path)
+    except doc.EmptyRunError:
+        return None
     except doc.ProfileError as error:
         raise CommandError(str(error).removeprefix(f"{path}: ")) from error
 
@@ -362,12 +375,12 @@ def print_document(document: doc.Document, layers: bool = False) -> None:
 
 
 def _print_idle(tables: Tables, document: doc.Document) -> None:
-    """What threads waited for in the step whose time line was recorded."""
-    rows = idle_between(document["trace"]) if document["trace"] else []
+    """What threads without work waited for, while a time line was recorded."""
+    rows = idle_between(document["trace"], document["threads"]) if document.get("trace") else []
     if not rows:
         return
     tables.table(
-        "idle in one step, by the phases around it",
+        "without work in the recorded time line, by the phases around it",
         ("after", "before", "thread ms", "times", "longest"),
         [
             (row["after"], row["before"], _cell(row["thread_ms"], 3), f"{row['times']:,}", _cell(row["longest_ms"], 3))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMA",
     "Document",
+    "EmptyRunError",
     "ProfileError",
     "account",
     "by_layer",
@@ -53,6 +54,10 @@ IDLE_KINDS = ("stealing", "waiting", "parked")
 
 class ProfileError(Exception):
     """A profile that cannot be read, in one line."""
+
+
+class EmptyRunError(ProfileError):
+    """One of a run in which the engine did nothing."""
 
 
 def key_of(row: Mapping[str, Any] | RangeStats) -> str:
@@ -238,8 +243,8 @@ def load(path: str | os.PathLike[str]) -> Document:
     """Reads a profile.
 
     Raises:
-        ProfileError: there is no such file, it is no complete profile, of another schema, or of a run in which the
-            engine did nothing.
+        ProfileError: there is no such file, it is no complete profile, or of another schema.
+        EmptyRunError: it is of a run in which the engine did nothing.
     """
     path = Path(path)
     if path.is_dir():  # an archive of a run (archive.py)
@@ -258,5 +263,5 @@ def load(path: str | os.PathLike[str]) -> Document:
         if not isinstance(document.get(name), kind):
             raise ProfileError(f"{path}: a profile without a usable '{name}'")
     if not document["phases"]:
-        raise ProfileError(f"{path}: an empty run: no phase of the engine was executed in it")
+        raise EmptyRunError(f"{path}: an empty run: no phase of the engine was executed in it")
     return document

@@ -19,7 +19,7 @@ def render(document: Document) -> str:
     shown = dict(document, parents=sorted(PARENTS | TRANSFERS), idle=[])
     if document.get("trace"):
         trace = document["trace"]
-        shown["idle"] = idle_between(trace)[:_MOST_IDLE]
+        shown["idle"] = idle_between(trace, document["threads"])[:_MOST_IDLE]
         threads = [dict(thread) for thread in trace["threads"]]
         longest = max((len(thread["events"]) for thread in threads), default=0)
         shown["trace"] = dict(trace, threads=threads, left_out=0)
