@@ -105,11 +105,12 @@ TEST(TurnLock, InTheOrderOfAsking) {
   std::vector<std::thread> threads;
   lock.lock();
   for (int i = 0; i < 5; ++i) {
+    const std::uint32_t asked = lock.asked();
     threads.emplace_back([&, i] {
       const std::lock_guard turn(lock);
       order.push_back(i);
     });
-    std::this_thread::sleep_for(20ms);  // long enough for thread i to have asked
+    while (lock.asked() == asked) std::this_thread::yield();
   }
   lock.unlock();
   for (std::thread& thread : threads) thread.join();
