@@ -107,9 +107,10 @@ TEST(TileEvaluator, SmallAdaptersAreTasksForAllThreads) {
   EXPECT_EQ(LoraTaskElements(128 * 16 * 6400, 16), 64 * 1024);
 }
 
-TEST(TileEvaluator, FewerJobsThanThreadsAreCutFiner) {
+TEST(TileEvaluator, FewJobsAreCutFiner) {
   const auto columns = [](std::int64_t jobs) { return ChooseBlocking({jobs, 128, 4096, 14336, 16}).hidden_columns_per_task; };
   EXPECT_EQ(columns(8), 8);    // 128 / 24 tasks, in superblocks of 8
+  EXPECT_EQ(columns(16), 8);   // 128 / 12
   EXPECT_EQ(columns(47), 24);  // 128 / 5
   EXPECT_EQ(columns(48), 128);
 }

@@ -31,8 +31,6 @@ Runs a program and reports where the engine's time went, as in `moesaic profile 
 With `show run.json` it prints a recording again or turns it into another form, and with `diff a.json b.json` it says
 which phase got slower, and by how much more than its noise. The exit code is the program's; 1 if there is nothing to
 report."""
-
-
 _MOST_IDLE = 8  # rows
 
 

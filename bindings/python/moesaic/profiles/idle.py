@@ -39,7 +39,8 @@ def idle_between(trace: Document, threads: int) -> list[dict[str, Any]]:
         for kind, begin, duration, what, *_ in thread["events"]
         if trace["kinds"][kind] == "range" and trace["ranges"][what] in _CALLS and begin + duration <= complete
     ]
-    lanes: list[list[tuple[float, float, str]]] = [[] for _ in range(threads)]
+    most = max((thread["lane"] + 1 for thread in workers), default=0)  # there may have been more threads before
+    lanes: list[list[tuple[float, float, str]]] = [[] for _ in range(max(threads, most))]
     for thread in workers:
         lanes[thread["lane"]] += _phases(trace, thread["events"])
     found: dict[tuple[str, str], list[float]] = {}
