@@ -43,8 +43,15 @@ void Direct(const DirectGemmArgs& args) {
       one.prefetch = args.prefetch;
       return Direct<Cell>(one);
     }
-    if (args.row_count > Product::kMostInParts) return DirectInRegisters<Product>(args);
-    if (args.row_count > 0) return FewRowsDirect<Product>(args);
+    if constexpr (Product::kMostStored > Product::kMostInParts) {
+      if (args.row_count > Product::kMostInParts) return DirectInRegisters<Product>(args);
+    }
+    if (args.row_count > 0) {
+      if constexpr (kIsShort<Product>)
+        return FewRowsDirectAs<RowByRow<Product>>(args);
+      else
+        return FewRowsDirect<Product>(args);
+    }
   }
   DirectGemm<Cell>(args);
 }
@@ -61,7 +68,13 @@ void Unpack(const UnpackGemmArgs& args) {
 template <class Cell>
 void Gradient(const GradientGemmArgs& args) {
   if constexpr (!std::is_void_v<typename Cell::Product>) {
-    if (args.few_rows > 0) return FewRowsGradient<typename Cell::Product>(args);
+    using Product = typename Cell::Product;
+    if (args.few_rows > 0) {
+      if constexpr (kIsShort<Product>)
+        return ShortGradient(args);
+      else
+        return FewRowsGradient<Product>(args);
+    }
   }
   GradientGemm<Cell>(args);
 }

@@ -24,6 +24,7 @@ struct Avx512Bf16Product {
   static constexpr int kDirectFetchedTo = 3, kUnpackFetchedTo = 3;
   /// 9, 12 rows 72, 63; column by column 58, 58.
   static constexpr int kRowsInOrder = 12, kRowsInSuperblock = 12;
+  using Vector = F32x16;
   using Left = BFloat16;
   MOESAIC_INLINE static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b) {
     return (F32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);

@@ -30,6 +30,7 @@
 #include <cstring>
 
 #include "cpu_kernels/gemm/direct_gemm.h"
+#include "cpu_kernels/gemm/short_vectors.h"
 #include "cpu_kernels/simd.h"
 
 namespace {
@@ -176,13 +177,38 @@ MOESAIC_INLINE F32x16 SumOfParts(const float* sums) {
   return x[0];
 }
 
+/// A row of C: the sums of its parts, and zeros beyond `rows`.
+template <class Form>
+void FinishParts(const float* sums, std::int64_t rows, bool accumulate, float* c) {
+  constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const std::int64_t vectors = Form::Vectors(rows), of_panel = Form::Vectors(kPanelRows);
+  for (std::int64_t t = 0, v = 0; t < rows; t += kPanelRows, v += of_panel) {
+    const F32x16 sum = Form::Sum(sums + v * 16, vectors - v);
+    const F32x16 value = (F32x16)((I32x16)sum & (kLanes < static_cast<std::int32_t>(rows - t)));
+    StoreF32(c + t, accumulate ? LoadF32(c + t) + value : value);
+  }
+}
+
+/// What FewRowsPanels keeps of up to kMost rows, kTokens of them in a vector.
+template <int kTokens, int kMost>
+struct PartsOfRows {
+  using Part = BFloat16;
+  static constexpr std::int64_t kLanes = 16, kPartElements = kSuperblock * RoundUp(kMost, kTokens) * kTileColumns;
+  static constexpr std::int64_t kMostSums = kSuperblock * kPanelRows * kLanes * CeilDiv(kMost, kTokens);
+
+  static constexpr std::int64_t MostPanels(std::int64_t) { return kSuperblock; }
+};
+
 /// Up to kTokens rows, in one vector: 16 rows of weights at a time.
 template <class Product, int kTokens>
-struct OneVector {
-  static constexpr int kMostRows = kTokens;
-
+struct OneVector : PartsOfRows<kTokens, kTokens> {
   static constexpr std::int64_t Vectors(std::int64_t) { return 1; }
-  static void LayOut(const BFloat16* rows, std::int64_t, BFloat16* parts) { PartsSideBySide<kTokens>(rows, parts); }
+  static void LayOut(const BFloat16* rows, std::int64_t, std::int64_t tile, BFloat16* parts) {
+    PartsSideBySide<kTokens>(rows, parts + tile * kTokens * kTileColumns);
+  }
+  static void Finish(const float* sums, std::int64_t rows, bool accumulate, float* c) {
+    FinishParts<OneVector>(sums, rows, accumulate, c);
+  }
   static void Multiply(const TileRun& run, const BFloat16* ahead, const BFloat16* parts, std::int64_t, float* sums) {
     MultiplyParts<Product, kTokens, 1, kPanelRows, kPanelRows / kTokens>(run, ahead, parts, kTokens * kTileColumns, sums, 16);
   }
@@ -194,16 +220,19 @@ struct OneVector {
 /// 32 and 64 rows, 4 in a vector: 350, 370, 370; 8: 400, 430, 420; 16, as a cell has them: 310, 420, 425. Of two Zen 4 cores,
 /// 9, 17, 26 rows with a vector of 8 for the rest: 267, 284, 344; with one of its own 364, 395, 397.)
 template <class Product, int kTokens, int kMost, int kRest>
-struct SomeVectors {
+struct SomeVectors : PartsOfRows<kTokens, kMost> {
   // Without a rest, of a last block's vectors there is one less than of a whole one, or none.
   static_assert(kTokens == 8 || (kMost == 12 && kRest == 0));
-  static constexpr int kMostRows = kMost;
 
   static constexpr std::int64_t Vectors(std::int64_t rows) { return CeilDiv(rows, kTokens); }
-  static void LayOut(const BFloat16* rows, std::int64_t vectors, BFloat16* parts) {
+  static void LayOut(const BFloat16* rows, std::int64_t vectors, std::int64_t tile, BFloat16* parts) {
     const std::int64_t whole = Whole(vectors);
+    parts += tile * vectors * kVector;
     for (std::int64_t v = 0; v < whole; ++v) PartsSideBySide<kTokens>(rows + v * kVector, parts + v * kVector);
     if constexpr (kRest > 0) PartsSideBySide<kRest>(rows + whole * kVector, parts + whole * kVector);
+  }
+  static void Finish(const float* sums, std::int64_t rows, bool accumulate, float* c) {
+    FinishParts<SomeVectors>(sums, rows, accumulate, c);
   }
   static void Multiply(const TileRun& run, const BFloat16* ahead, const BFloat16* parts, std::int64_t vectors, float* sums) {
     const std::int64_t whole = Whole(vectors), pitch = vectors * kVector, sums_pitch = 16 * vectors;
@@ -257,23 +286,21 @@ struct SomeVectors {
   }
 };
 
-/// Up to a superblock of panels at a time, so that the activations are laid out once for all, and superblock after superblock
-/// along the contraction, so that weights come from memory in runs of 64 KB.
+/// Up to Form::MostPanels of panels at a time, a superblock, so that the activations are laid out once for all, and superblock
+/// after superblock along the contraction, so that weights come from memory in runs of 64 KB.
 template <class Form>
 void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels, OthersAhead& others) {
-  alignas(64) BFloat16 parts[kSuperblock * Form::kMostRows * kTileColumns];
-  alignas(64) float sums[kSuperblock * kPanelRows * 16 * Form::Vectors(Form::kMostRows)];
-  const std::int64_t rows = args.row_count, vectors = Form::Vectors(rows), of_panel = kPanelRows * 16 * vectors;
-  const std::int64_t pitch = Form::kMostRows / Form::Vectors(Form::kMostRows) * vectors * kTileColumns;
-  const std::int64_t first_panel = args.first_panel + first, of_panel_vectors = Form::Vectors(kPanelRows);
-  constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  alignas(64) typename Form::Part parts[Form::kPartElements];
+  alignas(64) float sums[Form::kMostSums];
+  const std::int64_t rows = args.row_count, vectors = Form::Vectors(rows), of_panel = kPanelRows * Form::kLanes * vectors;
+  const std::int64_t first_panel = args.first_panel + first;
   std::memset(sums, 0, static_cast<std::size_t>(panels * of_panel) * sizeof(float));
   for (const GemmSegment& segment : args.segments) {
     const TileMatrix& weights = segment.weights;
     for (std::int64_t begin = 0, end; begin < weights.columns; begin = end) {
       end = begin + Least(kSuperblock, weights.columns - begin);
       for (std::int64_t k = begin; k < end; ++k) {
-        Form::LayOut(segment.activations.Tile(0, k), vectors, parts + (k - begin) * pitch);
+        Form::LayOut(segment.activations.Tile(0, k), vectors, k - begin, parts);
       }
       for (int p = 0; p < panels; ++p) {
         const TileRun run = WeightRun(weights, first_panel + p, begin, end, args.scratch);
@@ -298,12 +325,7 @@ void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels, O
     }
   }
   for (std::int64_t i = 0; i < panels * kPanelRows; ++i) {
-    float* c = args.c + (first * kPanelRows + i) * args.ldc;
-    for (std::int64_t t = 0, v = 0; t < rows; t += kPanelRows, v += of_panel_vectors) {
-      const F32x16 sum = Form::Sum(sums + (i * vectors + v) * 16, vectors - v);
-      const F32x16 value = (F32x16)((I32x16)sum & (kLanes < static_cast<std::int32_t>(rows - t)));
-      StoreF32(c + t, args.accumulate ? LoadF32(c + t) + value : value);
-    }
+    Form::Finish(sums + i * vectors * Form::kLanes, rows, args.accumulate, args.c + (first * kPanelRows + i) * args.ldc);
   }
 }
 
@@ -312,8 +334,9 @@ void FewRowsDirectAs(const DirectGemmArgs& args) {
   std::int64_t runs = 0;
   for (const GemmSegment& segment : args.segments) runs += CeilDiv(segment.weights.columns, kSuperblock) * args.panels;
   OthersAhead others(args.prefetch, runs);
-  for (std::int64_t p = 0; p < args.panels; p += kSuperblock) {
-    FewRowsPanels<Form>(args, p, Least(kSuperblock, args.panels - p), others);
+  const std::int64_t most = Form::MostPanels(args.row_count);
+  for (std::int64_t p = 0; p < args.panels; p += most) {
+    FewRowsPanels<Form>(args, p, Least(most, args.panels - p), others);
   }
 }
 

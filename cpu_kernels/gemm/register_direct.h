@@ -103,7 +103,7 @@ template <class Product, int kPanels, int kRows>
 }
 
 /// At most kRows rows.
-template <class Product, int kPanels, int kRows = kRowsInRegisters>
+template <class Product, int kPanels, int kRows = kRowsInRegisters<Product>>
 void MultiplyTransposed(std::int64_t rows, const TransposedSlice& slice, RunAhead ahead, std::int64_t row, float* sums,
                         bool accumulate) {
   if constexpr (kRows > 1) {
@@ -172,7 +172,7 @@ void DirectInRegisters(const DirectGemmArgs& args) {
   static_assert(Product::kMostStored <= kMostStoredRows);
   TransposedSlice transposed;
   alignas(64) float sums[RoundUp(kMostStoredRows, kPanelRows) * TransposedSlice::kLine];
-  const std::int64_t rows = args.row_count, groups = CeilDiv(rows, kRowsInRegisters);
+  const std::int64_t rows = args.row_count, groups = CeilDiv(rows, kRowsInRegisters<Product>);
   std::int64_t slices = 0;
   for (DirectSlices all(args.segments, TransposedSlice::kTiles); !all.done(); all.Next()) ++slices;
   OthersAhead others(args.prefetch, slices * CeilDiv(args.panels, 2));

@@ -38,13 +38,17 @@ MOESAIC_INLINE void InterleaveRows(const BFloat16* rows, U32x16& low, U32x16& hi
 }
 
 /// Rows whose sums, of one tile column, fit the registers.
-inline constexpr int kRowsInRegisters = 12;
+template <class Product>
+inline constexpr int kRowsInRegisters = kIsShort<Product> ? 6 : 12;
+/// The sums of a line's columns.
+template <class Product>
+using SumsOfLine = std::conditional_t<kIsShort<Product>, F32x8[2][2], F32x16[2]>;
 
 /// kColumns numbers of some rows of a tile, in fp32.
 template <std::int64_t kColumns>
 MOESAIC_INLINE void WidenRows(const BFloat16* from, std::int64_t rows, float* to, std::int64_t pitch) {
   for (std::int64_t t = 0; t < rows; ++t, from += kTileColumns, to += pitch) {
-    for (std::int64_t j = 0; j < kColumns; j += 16) StoreF32(to + j, LoadBf16(from + j));
+    for (std::int64_t j = 0; j < kColumns; j += kNativeLanes) Store(to + j, Load(from + j));
   }
 }
 
@@ -100,14 +104,17 @@ MOESAIC_INLINE void StoreSums(const F32x16 (&sum)[kRows][kVectors], float* c, st
   }
 }
 
+/// Of a row, rounded, to its place in the result.
+MOESAIC_INLINE void StoreRounded(BFloat16* to, const F32x16 (&sum)[2]) { StoreRounded(to, sum[0], sum[1]); }
+
 /// The sums of tile column `j` of a run: to C or, with the last tiles, to the rows of the result.
-template <int kRows, class Left>
-MOESAIC_INLINE void KeepSums(const F32x16 (&sum)[kRows][2], const RegisterRun<Left>& run, bool last, int j, float* c,
+template <int kRows, class Line, class Left>
+MOESAIC_INLINE void KeepSums(const Line (&sum)[kRows], const RegisterRun<Left>& run, bool last, int j, float* c,
                              std::int64_t ldc) {
   if (run.rows == nullptr || !last) return StoreSums(sum, c + j * kTileColumns, ldc);
 #pragma GCC unroll 12
   for (int t = 0; t < kRows; ++t) {
-    if (run.rows[t] != nullptr) StoreRounded(run.rows[t] + run.out + j * kTileColumns, sum[t][0], sum[t][1]);
+    if (run.rows[t] != nullptr) StoreRounded(run.rows[t] + run.out + j * kTileColumns, sum[t]);
   }
 }
 
@@ -149,6 +156,10 @@ MOESAIC_INLINE void MultiplyPairs(const float* left, const U32x16 (&right)[kVect
 
 /// The same of rows that are widened, [kRows][kWidenedPitch].
 template <class Product, int kRows, class Beside>
+MOESAIC_INLINE void MultiplyTile(const BFloat16* tile, const float* left, F32x8 (&sum)[kRows][2][2], Beside&& beside) {
+  MultiplyLines<kWidenedPitch>(tile, left, sum, beside);
+}
+template <class Product, int kRows, class Beside>
 MOESAIC_INLINE void MultiplyTile(const BFloat16* tile, const float* left, F32x16 (&sum)[kRows][2], Beside&& beside) {
 #pragma GCC unroll 1
   for (int p = 0; p < 8; ++p, left += 2) {
@@ -164,7 +175,7 @@ MOESAIC_INLINE void MultiplyTile(const BFloat16* tile, const float* left, F32x16
 template <class Product, int kRows>
 [[gnu::noinline]] void MultiplyColumn(const RegisterRun<typename Product::Left>& run, float* c, std::int64_t ldc,
                                       bool accumulate) {
-  F32x16 sum[kRows][2] = {};
+  SumsOfLine<Product> sum[kRows] = {};
   if (accumulate) LoadSums(c, ldc, sum);
   for (int i = 0; i < run.count; ++i) {
     const RegisterPart<typename Product::Left>& part = run.parts[i];
@@ -182,6 +193,46 @@ template <class Product, int kRows>
   KeepSums(sum, run, true, 0, c, ldc);
 }
 
+/// The same in vectors of eight, half a tile column at a time: the pairs of half lines.
+template <class Product, int kRows, int kHalf>
+[[gnu::noinline]] void MultiplyHalfColumn(const RegisterRun<float>& run, float* c, std::int64_t ldc, bool accumulate) {
+  F32x8 sum[kRows][2] = {};
+  if (accumulate) {
+#pragma GCC unroll 6
+    for (int t = 0; t < kRows; ++t) LoadHalf(c + t * ldc + 8 * kHalf, sum[t]);
+  }
+  for (int i = 0; i < run.count; ++i) {
+    const RegisterPart<float>& part = run.parts[i];
+    const float* left = part.left;
+    const BFloat16 *tile = part.tiles + 16 * kHalf, *ahead = part.ahead;
+    for (std::int64_t n = 0; n < part.length; ++n, tile += part.stride, ahead += run.ahead_stride) {
+      const BFloat16* line = tile;
+#pragma GCC unroll 1
+      for (int p = 0; p < 8; ++p) {
+        if (p + 8 * kHalf < part.lines)
+          __builtin_prefetch(ahead + (p + 8 * kHalf) * kTileColumns, 0, Product::kUnpackFetchedTo);
+#pragma GCC unroll 2
+        for (int r = 0; r < 2; ++r, ++left, line += kTileColumns) {
+          const F32x8 first = WidenPairs(line, 0), second = WidenPairs(line, 1);
+#pragma GCC unroll 6
+          for (int t = 0; t < kRows; ++t) {
+            sum[t][0] += left[t * kWidenedPitch] * first;
+            sum[t][1] += left[t * kWidenedPitch] * second;
+          }
+        }
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int t = 0; t < kRows; ++t) {
+    if (run.rows == nullptr) {
+      StoreHalf(sum[t], c + t * ldc + 8 * kHalf);
+    } else if (run.rows[t] != nullptr) {
+      StoreHalfRounded(sum[t], run.rows[t] + run.out + 8 * kHalf);
+    }
+  }
+}
+
 /// The same of several columns, whose tiles lie side by side: tile after tile as they lie, and so are those ahead.
 template <class Product, int kRows>
 [[gnu::noinline]] void MultiplyInOrder(const RegisterRun<typename Product::Left>& run, int columns, float* c, std::int64_t ldc,
@@ -196,7 +247,7 @@ template <class Product, int kRows>
       if constexpr (kEvery > 1) {
         for (int i = 0; i < kPanelRows; i += kEvery) __builtin_prefetch(ahead + i * kTileColumns, 0, Product::kUnpackFetchedTo);
       }
-      F32x16 sum[kRows][2] = {};
+      SumsOfLine<Product> sum[kRows] = {};
       if (accumulate) LoadSums(c + j * kTileColumns, ldc, sum);
       MultiplyTile<Product, kRows>(tile, left, sum, [&](int p) {
         if constexpr (kEvery == 1) {
@@ -210,13 +261,18 @@ template <class Product, int kRows>
 }
 
 /// At most kRows rows.
-template <class Product, int kRows = kRowsInRegisters>
+template <class Product, int kRows = kRowsInRegisters<Product>>
 void MultiplyColumn(std::int64_t rows, const RegisterRun<typename Product::Left>& run, float* c, std::int64_t ldc,
                     bool accumulate) {
   if constexpr (kRows > 1) {
     if (rows < kRows) return MultiplyColumn<Product, kRows - 1>(rows, run, c, ldc, accumulate);
   }
-  MultiplyColumn<Product, kRows>(run, c, ldc, accumulate);
+  if constexpr (kIsShort<Product> && kRows > 2) {
+    MultiplyHalfColumn<Product, kRows, 0>(run, c, ldc, accumulate);
+    MultiplyHalfColumn<Product, kRows, 1>(run, c, ldc, accumulate);
+  } else {
+    MultiplyColumn<Product, kRows>(run, c, ldc, accumulate);
+  }
 }
 
 template <class Product, int kRows = Product::kRowsInOrder>
@@ -279,7 +335,7 @@ class LeftRows<float> {
   std::int64_t Below() const { return kSuperblock * kPanelRows; }
 
  private:
-  static constexpr std::int64_t kMost = 8 * kRowsInRegisters;
+  static constexpr std::int64_t kMost = 96;
 
   const BFloat16* tile_;
   std::int64_t stride_, length_;
@@ -382,7 +438,7 @@ void MultiplyBlock(const UnpackGemmArgs& args, const RegisterBlock& block, const
   const std::int64_t parts = CeilDiv(rows, left_rows.Most(rows));
   for (std::int64_t part = 0, begin = 0, part_end; part < parts; ++part, begin = part_end) {
     part_end = (part + 1) * rows / parts;
-    const std::int64_t count = part_end - begin, groups = CeilDiv(count, kRowsInRegisters);
+    const std::int64_t count = part_end - begin, groups = CeilDiv(count, kRowsInRegisters<Product>);
     const typename Product::Left* const left = left_rows.From(first + begin, count);
     const bool fetches = part == 0 && ahead.first.data != nullptr;
     for (int i = 0; i < superblocks; ++i) run.parts[i].lines = 0;
@@ -462,12 +518,12 @@ template <class Product>
 void UnpackInRegisters(const UnpackGemmArgs& args) {
   constexpr std::int64_t kPitch = SumsPitch(kSuperblock * kTileColumns);
   const std::int64_t all = args.row_count > 0 ? args.row_count : args.panels * kPanelRows;
-  const std::int64_t step = args.c != nullptr ? all : kRowsInRegisters;
+  const std::int64_t step = args.c != nullptr ? all : kRowsInRegisters<Product>;
   for (std::int64_t n = 0, columns; n < args.columns; n += columns) {
     const std::int64_t column = args.first_column + n;
     columns = Least(kSuperblock - column % kSuperblock, args.columns - n);
     for (std::int64_t first = 0; first < all; first += step) {
-      alignas(64) float block[kRowsInRegisters * kPitch];
+      alignas(64) float block[kRowsInRegisters<Product> * kPitch];
       float* c = args.rows == nullptr ? args.c + n * kTileColumns : args.c != nullptr ? args.c : block;
       MultiplySuperblocks<Product>(args, n, static_cast<int>(columns), first, Least(step, all - first), c,
                                    args.c != nullptr ? args.ldc : kPitch);

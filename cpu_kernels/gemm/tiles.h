@@ -28,8 +28,8 @@ inline constexpr std::int64_t kMostStoredRows = 384;
 /// be shared, hence always_inline.
 #define MOESAIC_INLINE [[gnu::always_inline]] inline
 
-MOESAIC_INLINE std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-MOESAIC_INLINE std::int64_t RoundUp(std::int64_t a, std::int64_t b) { return CeilDiv(a, b) * b; }
+MOESAIC_INLINE constexpr std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+MOESAIC_INLINE constexpr std::int64_t RoundUp(std::int64_t a, std::int64_t b) { return CeilDiv(a, b) * b; }
 
 /// Whether the direct form takes so many rows as stored tiles: few, or up to `most_stored` but for four to eight whole panels,
 /// which fill cells. (Three panels, which cells meet in a single pass, do not hide the weights' way from memory: 660 to 930

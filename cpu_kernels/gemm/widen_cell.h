@@ -54,6 +54,7 @@ struct WidenProduct {
   static constexpr int kRowsInOrder = 12, kRowsInSuperblock = 12;
   /// Widened once for all that they meet. (The same core, unpack form, 8, 16, 256 rows 0.54, 0.55, 0.56; widened 0.71, 0.75,
   /// 0.79.)
+  using Vector = F32x16;
   using Left = float;
   /// The first or the second numbers of pairs.
   MOESAIC_INLINE static F32x16 Widened(U32x16 pairs, int half) {
@@ -62,6 +63,17 @@ struct WidenProduct {
   MOESAIC_INLINE static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b) {
     return sum + (F32x16)(a << 16) * (F32x16)(b << 16) + (F32x16)(a & 0xffff0000u) * (F32x16)(b & 0xffff0000u);
   }
+};
+
+/// The same in vectors of 8 floats (short_vectors.h).
+struct ShortProduct {
+  static constexpr std::int64_t kMostInParts = 56, kMostStored = kMostInParts;
+  static constexpr int kLinesFetchedAhead = 1;
+  static constexpr int kDirectFetchedTo = 3;
+  static constexpr int kUnpackFetchedTo = 2;
+  static constexpr int kRowsInOrder = 2, kRowsInSuperblock = 96;
+  using Vector = F32x8;
+  using Left = float;
 };
 
 /// @tparam kLanes   floats in a vector of the machine: 4, 8 or 16
@@ -74,7 +86,7 @@ struct WidenCell {
   static constexpr bool kVectorsIdle = false;
   /// As of the other cell of AVX-512. (128 rows x 7,168, of the ceiling: 0.64, in slices 0.79.)
   static constexpr std::int64_t kSliceTiles = 32;
-  using Product = std::conditional_t<kLanes == 16, WidenProduct, void>;
+  using Product = std::conditional_t<kLanes == 16, WidenProduct, std::conditional_t<kLanes == 8, ShortProduct, void>>;
   struct Scope {};
 
   template <int NA, int NB, class Aside>

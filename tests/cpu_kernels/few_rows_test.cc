@@ -28,8 +28,8 @@ class FewRowsTest : public TierTest {
   /// Every number up to a panel, then some: each way to cut them into vectors and passes, and the most.
   std::vector<std::int64_t> DirectRows() const {
     std::vector<std::int64_t> all;
-    for (const std::int64_t rows : {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17,  18,
-                                    20, 24, 25, 27, 31, 32, 33, 34, 40, 43, 47, 48, 50, 57, 64, 65, 101, 384}) {
+    for (const std::int64_t rows : {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17,  18, 20,
+                                    24, 25, 27, 31, 32, 33, 34, 40, 43, 47, 48, 50, 56, 57, 64, 65, 101, 384}) {
       if (rows <= tier_->most_stored_rows) all.push_back(rows);
     }
     EXPECT_EQ(all.back(), tier_->most_stored_rows);
@@ -185,6 +185,7 @@ TEST_P(FewRowsTest, DirectFormAddsToC) {
 
 // Transposed weights (register_direct.h) and cells: one order of summation, the same bits.
 TEST_P(FewRowsTest, DirectFormOfMoreRowsAddsUpAsCells) {
+  if (tier_->most_stored_rows == tier_->most_few_rows) GTEST_SKIP() << tier_->name << " does not transpose weights";
   for (const Shape& shape : kShapes) {
     for (const std::int64_t rows : {tier_->most_few_rows + 1, std::int64_t{95}, tier_->most_stored_rows}) {
       const std::int64_t columns = RoundUp(rows, 16);
