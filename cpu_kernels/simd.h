@@ -21,6 +21,8 @@ using F32x16 = float __attribute__((vector_size(64)));
 using I32x16 = std::int32_t __attribute__((vector_size(64)));
 using U32x16 = std::uint32_t __attribute__((vector_size(64)));
 using U16x16 = std::uint16_t __attribute__((vector_size(32)));
+using F32x8 = float __attribute__((vector_size(32)));
+using U32x8 = std::uint32_t __attribute__((vector_size(32)));
 
 // Vectors of the machine's own width: GCC spills longer ones.
 #if defined(__AVX512F__)
@@ -31,6 +33,7 @@ inline constexpr int kNativeLanes = 8;
 inline constexpr int kNativeLanes = 4;
 #endif
 using NativeF32 = float __attribute__((vector_size(4 * kNativeLanes)));
+using NativeI32 = std::int32_t __attribute__((vector_size(4 * kNativeLanes)));
 using NativeU32 = std::uint32_t __attribute__((vector_size(4 * kNativeLanes)));
 using NativeU16 = std::uint16_t __attribute__((vector_size(2 * kNativeLanes)));
 
@@ -66,11 +69,30 @@ MOESAIC_INLINE F32x16 LoadF32(const float* p) {
 
 MOESAIC_INLINE void StoreF32(float* p, F32x16 v) { std::memcpy(p, &v, sizeof(v)); }
 
-MOESAIC_INLINE F32x16 Broadcast(float x) { return x - F32x16{}; }
+/// Not left to the operators: of vectors longer than the machine's GCC writes the lanes one by one.
+MOESAIC_INLINE F32x16 Broadcast(float x) {
+  const NativeF32 part = x - NativeF32{};
+  F32x16 v;
+  for (int i = 0; i < 16; i += kNativeLanes) std::memcpy(reinterpret_cast<char*>(&v) + 4 * i, &part, sizeof(part));
+  return v;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+MOESAIC_INLINE F32x16 TwoHalves(__m256i low, __m256i high) {
+  const __m256i halves[2] = {low, high};
+  F32x16 v;
+  std::memcpy(&v, halves, sizeof(v));
+  return v;
+}
+#endif
 
 MOESAIC_INLINE F32x16 Widen(U16x16 bits) {
 #if defined(__AVX512F__)  // GCC makes six instructions of the conversion below, in halves
   return (F32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16);
+#elif defined(__AVX2__)
+  const auto all = (__m256i)bits;
+  return TwoHalves(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(all)), 16),
+                   _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(all, 1)), 16));
 #else
   const U32x16 wide = __builtin_convertvector(bits, U32x16) << 16;
   F32x16 v;
@@ -91,6 +113,11 @@ MOESAIC_INLINE U16x16 NarrowToBf16(F32x16 v) {
   return (U16x16)_mm512_cvtneps_pbh((__m512)v);
 #elif defined(__AVX512F__)
   return (U16x16)_mm512_cvtepi32_epi16(_mm512_srli_epi32(RoundedToHigh((__m512)v), 16));
+#elif defined(__AVX2__)
+  float values[16];
+  std::memcpy(values, &v, sizeof(values));
+  const __m256i low = (__m256i)(RoundToHigh(values) >> 16), high = (__m256i)(RoundToHigh(values + 8) >> 16);
+  return (U16x16)_mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
 #else
   float values[16];
   U16x16 result;
@@ -163,6 +190,11 @@ MOESAIC_INLINE U16x32 InterleaveHalves(U16x32 both) {
   const U16x32 order = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return (U16x32)_mm512_permutexvar_epi16((__m512i)order, (__m512i)both);
+#elif defined(__AVX2__)
+  __m256i halves[2];
+  std::memcpy(halves, &both, sizeof(both));
+  const __m256i even = _mm256_unpacklo_epi16(halves[0], halves[1]), odd = _mm256_unpackhi_epi16(halves[0], halves[1]);
+  return (U16x32)TwoHalves(_mm256_permute2x128_si256(even, odd, 0x20), _mm256_permute2x128_si256(even, odd, 0x31));
 #else
   U16x16 halves[2];
   std::memcpy(halves, &both, sizeof(both));
@@ -212,37 +244,84 @@ MOESAIC_INLINE void StreamFence() {
 
 MOESAIC_INLINE bool IsAligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 64 == 0; }
 
+// Of vectors longer than the machine's GCC compares and selects the elements one by one: there comparisons are made in parts.
+#if defined(__AVX512F__)
+MOESAIC_INLINE I32x16 Less(F32x16 a, F32x16 b) { return a < b; }
+MOESAIC_INLINE I32x16 Less(I32x16 a, I32x16 b) { return a < b; }
 MOESAIC_INLINE F32x16 Select(I32x16 mask, F32x16 yes, F32x16 no) { return mask ? yes : no; }
+#else
+template <class Part, class Whole>
+MOESAIC_INLINE I32x16 LessInParts(const Whole& a, const Whole& b) {
+  std::int32_t mask[16];
+  for (int i = 0; i < 16; i += kNativeLanes) {
+    Part x, y;
+    std::memcpy(&x, reinterpret_cast<const char*>(&a) + 4 * i, sizeof(x));
+    std::memcpy(&y, reinterpret_cast<const char*>(&b) + 4 * i, sizeof(y));
+    const auto less = x < y;
+    std::memcpy(mask + i, &less, sizeof(less));
+  }
+  I32x16 all;
+  std::memcpy(&all, mask, sizeof(all));
+  return all;
+}
+MOESAIC_INLINE I32x16 Less(const F32x16& a, const F32x16& b) { return LessInParts<NativeF32>(a, b); }
+MOESAIC_INLINE I32x16 Less(const I32x16& a, const I32x16& b) { return LessInParts<NativeI32>(a, b); }
+MOESAIC_INLINE F32x16 Select(const I32x16& mask, const F32x16& yes, const F32x16& no) {
+  return (F32x16)((mask & (I32x16)yes) | (~mask & (I32x16)no));
+}
+#endif
+
+/// Of sixteen lanes the first n.
+MOESAIC_INLINE I32x16 LanesBelow(std::int64_t n) {
+  constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return Less(kLanes, (I32x16)Broadcast(__builtin_bit_cast(float, static_cast<std::int32_t>(n))));
+}
+
+/// f of each part of x that is a vector of the machine.
+template <class Function>
+MOESAIC_INLINE F32x16 InParts(const F32x16& x, Function f) {
+  float values[16];
+  std::memcpy(values, &x, sizeof(values));
+  for (int i = 0; i < 16; i += kNativeLanes) {
+    NativeF32 v;
+    std::memcpy(&v, values + i, sizeof(v));
+    v = f(v);
+    std::memcpy(values + i, &v, sizeof(v));
+  }
+  return LoadF32(values);
+}
 
 /// e^x with a relative error below 2e-7 for x in [-87, 88], by 2^n times a polynomial of degree 6 (Cephes' expf coefficients);
 /// 0 to within 1.2e-38 below, infinity above; NaN passes through.
-MOESAIC_INLINE F32x16 Exp(F32x16 x) {
-  const F32x16 low = Broadcast(-87.0f), high = Broadcast(88.0f);
-  F32x16 y = Select(x < low, low, x);
-  y = Select(y > high, high, y);
+MOESAIC_INLINE NativeF32 NativeExp(NativeF32 x) {
+  const NativeF32 zero{}, low = zero - 87.0f, high = zero + 88.0f;
+  NativeF32 y = x < low ? low : x;
+  y = y > high ? high : y;
   // Adding 1.5 * 2^23 rounds to the nearest integer.
-  const F32x16 magic = Broadcast(12582912.0f);
-  const F32x16 n = (y * 1.44269504088896341f + magic) - magic;
-  F32x16 r = y - n * 0.693359375f;
+  const NativeF32 magic = zero + 12582912.0f;
+  const NativeF32 n = (y * 1.44269504088896341f + magic) - magic;
+  NativeF32 r = y - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
-  F32x16 p = Broadcast(1.9875691500e-4f);
+  NativeF32 p = zero + 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const F32x16 safe = Select(n == n, n, F32x16{});
-  const I32x16 power = (__builtin_convertvector(safe, I32x16) + 127) << 23;
-  F32x16 scale;
+  const NativeF32 safe = n == n ? n : zero;
+  const NativeI32 power = (__builtin_convertvector(safe, NativeI32) + 127) << 23;
+  NativeF32 scale;
   std::memcpy(&scale, &power, sizeof(scale));
-  return Select(x > high, Broadcast(__builtin_inff()), p * scale);
+  return x > high ? zero + __builtin_inff() : p * scale;
 }
+MOESAIC_INLINE F32x16 Exp(const F32x16& x) { return InParts(x, NativeExp); }
 
-/// 1 / (1 + e^-x), on AVX-512 with a relative error below 2^-18, a small part of what rounding its products to bf16 does, for
-/// half the instructions of full precision. 2^f on [0, 1) is a polynomial (error below 3e-6) that VSCALEFPS scales by a power
-/// of two, to 0 and infinity at the ends, where VREDUCEPS gives f = 0: nothing is clamped. VRCP14PS and a Newton step take the
-/// place of a division, which would cost as much as the rest. Elsewhere in full precision.
+/// 1 / (1 + e^-x), from AVX2 on with a relative error below 2^-18 (2^-17 for x < -20), a small part of what rounding its
+/// products to bf16 does, for half the instructions of full precision. 2^f on [0, 1) is a polynomial (error below 3e-6) that
+/// AVX-512's VSCALEFPS scales by a power of two, to 0 and infinity at the ends, where VREDUCEPS gives f = 0: nothing is
+/// clamped. VRCP14PS or VRCPPS and a Newton step take the place of a division, which would cost as much as the rest. Elsewhere
+/// in full precision.
 MOESAIC_INLINE F32x16 Sigmoid(F32x16 x) {
 #if defined(__AVX512DQ__)
   const auto t = (__m512)(x * -1.44269504088896341f);
@@ -256,14 +335,27 @@ MOESAIC_INLINE F32x16 Sigmoid(F32x16 x) {
   // At d = infinity the step would be 0 * infinity.
   const __mmask16 finite = _mm512_cmp_ps_mask(d, _mm512_set1_ps(__builtin_inff()), _CMP_NEQ_UQ);
   return (F32x16)_mm512_maskz_mul_ps(finite, r, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(2.0f)));
+#elif defined(__AVX2__)
+  return InParts(x, [](NativeF32 v) MOESAIC_INLINE_LAMBDA {
+    auto t = (__m256)(v * -1.44269504088896341f);
+    t = _mm256_max_ps(_mm256_set1_ps(-126.0f),
+                      _mm256_min_ps(_mm256_set1_ps(127.0f), t));  // the second operand where one is NaN
+    const __m256 n = _mm256_floor_ps(t), f = _mm256_sub_ps(t, n);
+    __m256 p = _mm256_fmadd_ps(_mm256_set1_ps(0.0135341669f), f, _mm256_set1_ps(0.0520114601f));
+    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.241442755f));
+    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.693003833f));
+    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.00000262f));
+    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    const __m256 d = _mm256_fmadd_ps(p, _mm256_castsi256_ps(power), _mm256_set1_ps(1.0f));
+    const __m256 r = _mm256_rcp_ps(d);
+    return (NativeF32)_mm256_mul_ps(r, _mm256_fnmadd_ps(d, r, _mm256_set1_ps(2.0f)));
+  });
 #else
-  return 1.0f / (1.0f + Exp(-x));
+  return InParts(x, [](NativeF32 v) MOESAIC_INLINE_LAMBDA { return 1.0f / (1.0f + NativeExp(-v)); });
 #endif
 }
 
 #if !defined(__AVX512F__)
-using U32x8 = std::uint32_t __attribute__((vector_size(32)));
-
 /// columns[j][i] = rows[i][j] for 8 x 8 dwords in rows `pitch` dwords apart.
 MOESAIC_INLINE void LoadTransposed(const float* rows, std::int64_t pitch, U32x8 (&columns)[8]) {
   U32x8 r[8], t[8];

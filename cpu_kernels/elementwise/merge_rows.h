@@ -19,7 +19,7 @@ inline void MergeRows(const MergeRowsArgs& args) {
       // Too many streams for the hardware to run ahead in all of them.
       if (c % 32 == 0) __builtin_prefetch(args.rows[j] + c + kMergePrefetch);
       const F32x16 value = n == 16 ? LoadBf16(args.rows[j] + c) : LoadBf16Part(args.rows[j] + c, n);
-      sum += args.weights[j] * value;
+      sum += Broadcast(args.weights[j]) * value;
     }
     if (args.out_stride == 1 && args.dtype == DType::kFloat32) {
       std::memcpy(static_cast<float*>(args.out) + c, &sum, static_cast<std::size_t>(n) * sizeof(float));

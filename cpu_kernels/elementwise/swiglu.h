@@ -26,10 +26,8 @@ struct Extent {
 /// Zero beyond the extent: the product of a zero row with an infinite weight is NaN, and must not reach a sum over tokens.
 MOESAIC_INLINE void KeepValid(RowPair& pair, Extent valid) {
   if (valid.full()) return;
-  const I32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (int h = 0; h < 2; ++h) {
-    pair.row[h] = h < valid.rows ? Select(lane < static_cast<std::int32_t>(valid.tokens), pair.row[h], F32x16{}) : F32x16{};
-  }
+  const I32x16 tokens = LanesBelow(valid.tokens);
+  for (int h = 0; h < 2; ++h) pair.row[h] = h < valid.rows ? Select(tokens, pair.row[h], F32x16{}) : F32x16{};
 }
 
 /// From [32][ld] sums; what lies beyond the extent is whatever the sums' padding holds, or zero beyond the rows.

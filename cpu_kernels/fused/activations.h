@@ -32,18 +32,11 @@ MOESAIC_INLINE F32x16 Clamp(F32x16 x, float bound) {
   const __m512 below = _mm512_min_ps(_mm512_set1_ps(bound), (__m512)x);  // the second operand where one is NaN
   return (F32x16)_mm512_max_ps(_mm512_set1_ps(-bound), below);
 #else
-  // In vectors of the machine's own width: of longer ones GCC compares the elements one by one.
-  float values[16];
-  std::memcpy(values, &x, sizeof(values));
-  for (int i = 0; i < 16; i += kNativeLanes) {
-    NativeF32 v;
-    std::memcpy(&v, values + i, sizeof(v));
+  return InParts(x, [bound](NativeF32 v) MOESAIC_INLINE_LAMBDA {
     const NativeF32 high = NativeF32{} + bound;
     v = v > high ? high : v;
-    v = v < -high ? -high : v;
-    std::memcpy(values + i, &v, sizeof(v));
-  }
-  return LoadF32(values);
+    return v < -high ? -high : v;
+  });
 #endif
 }
 

@@ -5,6 +5,7 @@
 // that order.
 #pragma once
 
+#include <cfloat>
 #include <cstring>
 
 #include "cpu_kernels/fused/activations.h"
@@ -83,22 +84,21 @@ template <int kRows>
 /// The scores of a row become powers; zeros where it sees no key.
 inline void PowersOf(const AttendFewArgs& args, std::int64_t row, float* scores) {
   constexpr float kInfinity = __builtin_inff();
-  constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const std::int64_t seen = args.seen != nullptr ? args.seen[row] : args.keys;
   F32x16 largest = Broadcast(-kInfinity);
   for (std::int64_t s = 0; s < args.keys; s += 16) {
     F32x16 score = LoadF32(scores + s);
     if (args.bias != nullptr) score += Load(args.bias + s, args.keys - s < 16 ? args.keys - s : 16);
-    score = Select(kLanes < static_cast<std::int32_t>(seen - s), score, Broadcast(-kInfinity));
+    score = Select(LanesBelow(seen - s), score, Broadcast(-kInfinity));
     StoreF32(scores + s, score);
     largest = LargerOf(score, largest);
   }
   const float most = LargestOf(largest), shift = most == -kInfinity ? 0.0f : most;
   F32x16 sum{};
   for (std::int64_t s = 0; s < args.keys; s += 16) {
-    const F32x16 power = RoughExp2(LoadF32(scores + s) - shift);
+    const F32x16 power = RoughExp2(LoadF32(scores + s) - Broadcast(shift));
     // Exp(), where there is no AVX-512, gives 1e-38 there.
-    const F32x16 kept = Select(LoadF32(scores + s) == -kInfinity, F32x16{}, power);
+    const F32x16 kept = Select(Less(LoadF32(scores + s), Broadcast(-FLT_MAX)), F32x16{}, power);
     StoreF32(scores + s, kept);
     sum += kept;
   }
@@ -137,8 +137,8 @@ void AttendRows(const AttendFewArgs& args, std::int64_t first) {
   for (int r = 0; r < kRows; ++r) {
     for (std::int64_t d = 0; d < args.size; d += 32) {
       const EvenOdd q = LoadEvenOdd(args.q[first + r] + d);
-      StoreF32(queries + r * args.size + d, q.even * (args.scale * kLog2OfE));
-      StoreF32(queries + r * args.size + d + 16, q.odd * (args.scale * kLog2OfE));
+      StoreF32(queries + r * args.size + d, q.even * Broadcast(args.scale * kLog2OfE));
+      StoreF32(queries + r * args.size + d + 16, q.odd * Broadcast(args.scale * kLog2OfE));
     }
   }
   ScoresOf<kRows>(args, queries, scores);

@@ -126,7 +126,7 @@ MOESAIC_INLINE void Statistics(const RowEpilogueArgs& args, const EpilogueRows<T
   if (centred) {
     const auto add = [&](std::int64_t c, std::int64_t n) MOESAIC_INLINE_LAMBDA {
       for (int r = 0; r < kRows; ++r) {
-        const F32x16 d = FirstLanes(LoadF32(rows.v + r * rows.v_stride + c) - at.mean[r], n);
+        const F32x16 d = FirstLanes(LoadF32(rows.v + r * rows.v_stride + c) - Broadcast(at.mean[r]), n);
         sums[r] = MultiplyAdd(d, d, sums[r]);
       }
     };
@@ -187,7 +187,9 @@ inline void FinishRows(const RowEpilogueArgs& args, std::int64_t first) {
     for (int r = 0; r < kRows; ++r) args.inverse_std[first + r] = at.inverse_std[r];
   }
   StoreOut<kRows>(args, rows.out, [&](std::int64_t c, std::int64_t n, F32x16(&v)[kRows]) MOESAIC_INLINE_LAMBDA {
-    for (int r = 0; r < kRows; ++r) v[r] = (Load(rows.v + r * rows.v_stride + c, n) - at.mean[r]) * at.inverse_std[r];
+    for (int r = 0; r < kRows; ++r) {
+      v[r] = (Load(rows.v + r * rows.v_stride + c, n) - Broadcast(at.mean[r])) * Broadcast(at.inverse_std[r]);
+    }
     if (args.normalized != nullptr) {
       for (int r = 0; r < kRows; ++r) Store(rows.normalized + r * args.columns + c, v[r], n);
     }
@@ -266,7 +268,7 @@ inline void NormBackwardOf(const NormBackwardArgs& args) {
     const float along = SumOf(product) / count, inverse_std = args.inverse_std[r];
     ForVectors(d_in, columns, false, [&](std::int64_t c, std::int64_t n, bool) MOESAIC_INLINE_LAMBDA {
       const F32x16 g = Load(d_out + c, n) * Load(args.gamma + c, n);
-      Store(d_in + c, (g - mean - Load(normalized + c, n) * along) * inverse_std, n);
+      Store(d_in + c, (g - Broadcast(mean) - Load(normalized + c, n) * Broadcast(along)) * Broadcast(inverse_std), n);
     });
   }
 }

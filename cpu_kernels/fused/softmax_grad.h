@@ -18,7 +18,7 @@ MOESAIC_INLINE F32x16 AtMostZero(F32x16 x) {
 #if defined(__AVX512F__)
   return (F32x16)_mm512_min_ps(_mm512_setzero_ps(), (__m512)x);  // the second operand where one is NaN
 #else
-  return Select(x > F32x16{}, F32x16{}, x);
+  return Select(Less(F32x16{}, x), F32x16{}, x);
 #endif
 }
 
@@ -32,10 +32,10 @@ MOESAIC_INLINE ProbabilityAndGradient GradientOfScores(const SoftmaxGradArgs& ar
   if constexpr (kBiased) {
     exponent = (MultiplyAdd(Load(x + c, n), Broadcast(args.scale), Broadcast(bias)) - most) * kLog2OfE;
   } else {
-    exponent = Done(Load(x + c, n) * (args.scale * kLog2OfE)) - most;
+    exponent = Done(Load(x + c, n) * Broadcast(args.scale * kLog2OfE)) - most;
   }
   const F32x16 probability = RoughExp2(AtMostZero(exponent)) * Load(args.inverse_sums + c, n);
-  return {probability, probability * (Load(d_probability + c, n) * args.scale - Load(args.delta + c, n))};
+  return {probability, probability * (Load(d_probability + c, n) * Broadcast(args.scale) - Load(args.delta + c, n))};
 }
 
 /// The same where queries before column `first` do not see the key, and there are `columns` in all.
@@ -43,11 +43,10 @@ template <bool kBiased>
 MOESAIC_INLINE ProbabilityAndGradient SeenGradientOfScores(const SoftmaxGradArgs& args, const float* x,
                                                            const float* d_probability, float bias, std::int64_t c,
                                                            std::int64_t first) {
-  constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const std::int64_t left = args.columns - c, n = left < 16 ? left : 16, unseen = first > c ? first - c : 0;
   if (unseen >= n) return {F32x16{}, F32x16{}};
   const ProbabilityAndGradient value = GradientOfScores<kBiased>(args, x, d_probability, bias, c, n);
-  const auto counts = (kLanes >= static_cast<std::int32_t>(unseen)) & (kLanes < static_cast<std::int32_t>(n));
+  const I32x16 counts = ~LanesBelow(unseen) & LanesBelow(n);
   return {Select(counts, value.probability, F32x16{}), Select(counts, value.gradient, F32x16{})};
 }
 

@@ -15,7 +15,7 @@ MOESAIC_INLINE F32x16 LargerOf(F32x16 a, F32x16 b) {
 #if defined(__AVX512F__)
   return (F32x16)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-  return Select(a > b, a, b);
+  return Select(Less(b, a), a, b);
 #endif
 }
 
@@ -32,7 +32,7 @@ MOESAIC_INLINE float LargestOf(F32x16 v) {
 /// scale x + bias, of n <= 16 columns from c on; without bias scale x / ln 2, an exponent of 2.
 template <bool kBiased>
 MOESAIC_INLINE F32x16 Scores(const SoftmaxRowsArgs& args, const float* x, std::int64_t c, std::int64_t n) {
-  if constexpr (!kBiased) return Load(x + c, n) * (args.scale * kLog2OfE);
+  if constexpr (!kBiased) return Load(x + c, n) * Broadcast(args.scale * kLog2OfE);
   return MultiplyAdd(Load(x + c, n), Broadcast(args.scale), Load(args.bias + c, n));
 }
 
@@ -40,8 +40,8 @@ MOESAIC_INLINE F32x16 Scores(const SoftmaxRowsArgs& args, const float* x, std::i
 /// bias of -3e38, as masks have it, would not be finite in powers of two.)
 template <bool kBiased>
 MOESAIC_INLINE F32x16 Powers(const SoftmaxRowsArgs& args, const float* x, std::int64_t c, std::int64_t n, float most) {
-  if constexpr (!kBiased) return RoughExp2(Done(Scores<false>(args, x, c, n)) - most);
-  return RoughExp2((Scores<true>(args, x, c, n) - most) * kLog2OfE);
+  if constexpr (!kBiased) return RoughExp2(Done(Scores<false>(args, x, c, n)) - Broadcast(most));
+  return RoughExp2((Scores<true>(args, x, c, n) - Broadcast(most)) * kLog2OfE);
 }
 
 /// @param columns  that the row sees
@@ -49,7 +49,6 @@ MOESAIC_INLINE F32x16 Powers(const SoftmaxRowsArgs& args, const float* x, std::i
 template <bool kBiased>
 inline float SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, std::int64_t columns, BFloat16* out, float& inverse_sum) {
   constexpr float kInfinity = __builtin_inff();
-  constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const std::int64_t whole = columns / 32 * 32, step = args.powers.column_stride * kTileElements;
   F32x16 largest[2] = {Broadcast(-kInfinity), Broadcast(-kInfinity)};
   for (std::int64_t c = 0; c < whole; c += 32) {
@@ -58,7 +57,7 @@ inline float SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, std::int64_
   for (std::int64_t c = whole; c < columns; c += 16) {
     const std::int64_t n = columns - c < 16 ? columns - c : 16;
     const F32x16 scores = Scores<kBiased>(args, x, c, n);
-    largest[0] = LargerOf(Select(kLanes < static_cast<std::int32_t>(n), scores, Broadcast(-kInfinity)), largest[0]);
+    largest[0] = LargerOf(Select(LanesBelow(n), scores, Broadcast(-kInfinity)), largest[0]);
   }
   float most = LargestOf(LargerOf(largest[0], largest[1]));
   const bool nothing = most == -kInfinity;

@@ -18,9 +18,6 @@
 
 namespace {
 
-using F32x8 = float __attribute__((vector_size(32)));
-using U32x8 = std::uint32_t __attribute__((vector_size(32)));
-
 MOESAIC_INLINE F32x8 LoadEight(const float* p) {
   F32x8 v;
   std::memcpy(&v, p, sizeof(v));
@@ -155,10 +152,10 @@ struct RowByRow {
           Pass<2, 3>(run, ahead, part, sum, 8 * rows);
           break;
         case 2:
-          Pass<4, 2>(run, ahead, part, sum, 8 * rows);
+          Pass<2, 2>(run, ahead, part, sum, 8 * rows);
           break;
         default:
-          Pass<8, 1>(run, ahead, part, sum, 8 * rows);
+          Pass<4, 1>(run, ahead, part, sum, 8 * rows);
       }
     }
   }

@@ -27,8 +27,8 @@ struct VectorOf<4> {
 };
 template <>
 struct VectorOf<8> {
-  using Float = float __attribute__((vector_size(32)));
-  using Bits = std::uint32_t __attribute__((vector_size(32)));
+  using Float = F32x8;
+  using Bits = U32x8;
 };
 template <>
 struct VectorOf<16> {
@@ -69,9 +69,9 @@ struct WidenProduct {
 struct ShortProduct {
   static constexpr std::int64_t kMostInParts = 56, kMostStored = kMostInParts;
   static constexpr int kLinesFetchedAhead = 1;
-  static constexpr int kDirectFetchedTo = 3;
+  static constexpr int kDirectFetchedTo = 2;
   static constexpr int kUnpackFetchedTo = 2;
-  static constexpr int kRowsInOrder = 2, kRowsInSuperblock = 96;
+  static constexpr int kRowsInOrder = 2, kRowsInSuperblock = 6;
   using Vector = F32x8;
   using Left = float;
 };

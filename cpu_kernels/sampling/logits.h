@@ -48,8 +48,7 @@ template <typename T>
 MOESAIC_INLINE F32x16 LoadLogitsPart(const T* p, std::int64_t n) {
   T part[16] = {};
   std::memcpy(part, p, static_cast<std::size_t>(n) * sizeof(T));
-  const I32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return Select(lane < static_cast<std::int32_t>(n), LoadLogits(part), Broadcast(-kInfinity));
+  return Select(LanesBelow(n), LoadLogits(part), Broadcast(-kInfinity));
 }
 
 /// Logits [16 i, 16 i + 16) of `left` ones; -infinity where there are none.
