@@ -11,6 +11,7 @@
 // A product is what an instruction set brings:
 //
 //   static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b);   // sum[l] + a[l] . b[l], where a dword is a pair of bf16
+//   using Vector = F32x16;  // or F32x8: of all this short_vectors.h has its own then, and the two functions are not needed
 //   using Left = BFloat16;  // as register_direct.h and register_unpack.h take rows of activations; or float, and then
 //   static F32x16 Widened(U32x16 pairs, int half);  // the first or the second numbers of pairs
 //

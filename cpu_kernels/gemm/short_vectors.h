@@ -47,7 +47,7 @@ template <class Product, int kWeights, int kTokens>
                                          std::int64_t sums_pitch) {
   constexpr std::int64_t kPitch = kSuperblock * kTileColumns;
   F32x8 sum[kWeights][kTokens];
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int i = 0; i < kWeights; ++i) {
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) sum[i][t] = LoadEight(sums + i * sums_pitch + 8 * t);
@@ -56,38 +56,26 @@ template <class Product, int kWeights, int kTokens>
   const BFloat16* tile = run.data;
   if (ahead == nullptr) ahead = tile;
   for (std::int64_t k = 0; k < run.length; ++k, tile += run.stride, parts += kTileColumns) {
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int i = 0; i < kWeights; ++i, ahead += next) __builtin_prefetch(ahead, 0, Product::kDirectFetchedTo);
 #pragma GCC unroll 4
     for (int h = 0; h < 4; ++h) {
-      const auto left = [&](int i) MOESAIC_INLINE_LAMBDA { return WidenPairs(tile + i * kTileColumns + h / 2 * 16, h % 2); };
-      const auto right = [&](int t) MOESAIC_INLINE_LAMBDA { return LoadEight(parts + t * kPitch + 8 * h); };
-      if constexpr (kWeights < kTokens) {
-        F32x8 weights[kWeights];
-#pragma GCC unroll 8
-        for (int i = 0; i < kWeights; ++i) weights[i] = left(i);
+      F32x8 weights[kWeights];
+#pragma GCC unroll 4
+      for (int i = 0; i < kWeights; ++i) weights[i] = WidenPairs(tile + i * kTileColumns + h / 2 * 16, h % 2);
 #pragma GCC unroll 6
-        for (int t = 0; t < kTokens; ++t) {
-          F32x8 token = right(t);
-          // Or GCC has each product load it again. (16 rows x 768 x 2,048 from caches, of the time of cells: 1.21, so 0.94.)
-          asm("" : "+x"(token));
-#pragma GCC unroll 8
-          for (int i = 0; i < kWeights; ++i) sum[i][t] += weights[i] * token;
-        }
-      } else {
-        F32x8 tokens[kTokens];
-#pragma GCC unroll 6
-        for (int t = 0; t < kTokens; ++t) tokens[t] = right(t);
-#pragma GCC unroll 8
-        for (int i = 0; i < kWeights; ++i) {
-          const F32x8 weights = left(i);
-#pragma GCC unroll 6
-          for (int t = 0; t < kTokens; ++t) sum[i][t] += weights * tokens[t];
-        }
+      for (int t = 0; t < kTokens; ++t) {
+        F32x8 token = LoadEight(parts + t * kPitch + 8 * h);
+#if defined(__AVX__)
+        // Or GCC has each product load it again. (16 rows x 768 x 2,048 from caches, of the time of cells: 1.21, so 0.94.)
+        asm("" : "+x"(token));
+#endif
+#pragma GCC unroll 4
+        for (int i = 0; i < kWeights; ++i) sum[i][t] += weights[i] * token;
       }
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int i = 0; i < kWeights; ++i) {
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) StoreEight(sums + i * sums_pitch + 8 * t, sum[i][t]);
