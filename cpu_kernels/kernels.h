@@ -3,8 +3,8 @@
 // Matrices are tiles of bf16 (gemm/tiles.h), results fp32. Every output element has one accumulator that adds the products in
 // ascending order of the contraction index, segment after segment: no blocking, splitting or thread count changes a bit. (The
 // onednn tier adds up parts of 256 products each, cut in one way, contract_along_features interleaved parts, as many as a
-// vector has lanes, the direct form for few rows 16, 8, 4 or 2, as their number and a row's place say.) No function here
-// throws, but onednn's where oneDNN fails, or takes a lock; all may run on any number of threads at once.
+// vector has lanes, the direct form for few rows 8 on AVX2, elsewhere 16, 8, 4 or 2, as their number and a row's place say.) No
+// function here throws, but onednn's where oneDNN fails, or takes a lock; all may run on any number of threads at once.
 #pragma once
 
 #include <cstdint>

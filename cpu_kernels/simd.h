@@ -317,11 +317,11 @@ MOESAIC_INLINE NativeF32 NativeExp(NativeF32 x) {
 }
 MOESAIC_INLINE F32x16 Exp(const F32x16& x) { return InParts(x, NativeExp); }
 
-/// 1 / (1 + e^-x), from AVX2 on with a relative error below 2^-18 (2^-17 for x < -20), a small part of what rounding its
-/// products to bf16 does, for half the instructions of full precision. 2^f on [0, 1) is a polynomial (error below 3e-6) that
-/// AVX-512's VSCALEFPS scales by a power of two, to 0 and infinity at the ends, where VREDUCEPS gives f = 0: nothing is
-/// clamped. VRCP14PS or VRCPPS and a Newton step take the place of a division, which would cost as much as the rest. Elsewhere
-/// in full precision.
+/// 1 / (1 + e^-x), from AVX2 on with a relative error below 2^-18 (2^-17 for x < -20; 0 below -87.3), a small part of what
+/// rounding its products to bf16 does, for half the instructions of full precision. 2^f on [0, 1) is a polynomial (error below
+/// 3e-6) that AVX-512's VSCALEFPS scales by a power of two, to 0 and infinity at the ends, where VREDUCEPS gives f = 0: nothing
+/// is clamped. VRCP14PS or VRCPPS and a Newton step take the place of a division, which would cost as much as the rest.
+/// Elsewhere in full precision.
 MOESAIC_INLINE F32x16 Sigmoid(F32x16 x) {
 #if defined(__AVX512DQ__)
   const auto t = (__m512)(x * -1.44269504088896341f);
@@ -338,6 +338,7 @@ MOESAIC_INLINE F32x16 Sigmoid(F32x16 x) {
 #elif defined(__AVX2__)
   return InParts(x, [](NativeF32 v) MOESAIC_INLINE_LAMBDA {
     auto t = (__m256)(v * -1.44269504088896341f);
+    // 1 / 2^127 is 0 for VRCPPS, so that nothing is left of x * sigma(x) for large -x.
     t = _mm256_max_ps(_mm256_set1_ps(-126.0f),
                       _mm256_min_ps(_mm256_set1_ps(127.0f), t));  // the second operand where one is NaN
     const __m256 n = _mm256_floor_ps(t), f = _mm256_sub_ps(t, n);

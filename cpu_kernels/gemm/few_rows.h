@@ -11,7 +11,7 @@
 // A product is what an instruction set brings:
 //
 //   static F32x16 Add(F32x16 sum, U32x16 a, U32x16 b);   // sum[l] + a[l] . b[l], where a dword is a pair of bf16
-//   using Vector = F32x16;  // or F32x8: of all this short_vectors.h has its own then, and the two functions are not needed
+//   using Vector = F32x16;  // or F32x8: of all this short_vectors.h has its own then, without functions or kTwelveInFours
 //   using Left = BFloat16;  // as register_direct.h and register_unpack.h take rows of activations; or float, and then
 //   static F32x16 Widened(U32x16 pairs, int half);  // the first or the second numbers of pairs
 //
@@ -181,11 +181,10 @@ MOESAIC_INLINE F32x16 SumOfParts(const float* sums) {
 /// A row of C: the sums of its parts, and zeros beyond `rows`.
 template <class Form>
 void FinishParts(const float* sums, std::int64_t rows, bool accumulate, float* c) {
-  constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const std::int64_t vectors = Form::Vectors(rows), of_panel = Form::Vectors(kPanelRows);
   for (std::int64_t t = 0, v = 0; t < rows; t += kPanelRows, v += of_panel) {
     const F32x16 sum = Form::Sum(sums + v * 16, vectors - v);
-    const F32x16 value = (F32x16)((I32x16)sum & (kLanes < static_cast<std::int32_t>(rows - t)));
+    const F32x16 value = (F32x16)((I32x16)sum & LanesBelow(rows - t));
     StoreF32(c + t, accumulate ? LoadF32(c + t) + value : value);
   }
 }
@@ -287,8 +286,8 @@ struct SomeVectors : PartsOfRows<kTokens, kMost> {
   }
 };
 
-/// Up to Form::MostPanels of panels at a time, a superblock, so that the activations are laid out once for all, and superblock
-/// after superblock along the contraction, so that weights come from memory in runs of 64 KB.
+/// Up to Form::MostPanels at a time, of a superblock at most, so that the activations are laid out once for all, and superblock
+/// after superblock along the contraction, so that weights come from memory in runs of up to 64 KB.
 template <class Form>
 void FewRowsPanels(const DirectGemmArgs& args, std::int64_t first, int panels, OthersAhead& others) {
   alignas(64) typename Form::Part parts[Form::kPartElements];

@@ -1,9 +1,9 @@
 // The unpack form (kernels.h, UnpackGemmArgs) on tiers whose product takes its right factor from registers: rows of stored
-// tiles are interleaved there, in front of every use, and nothing is laid out in memory. Up to 12 rows of activations are
-// multiplied with a tile column or, where they are few, with one tile after the other as they lie, which the hardware fetches
-// ahead; sums go to C and back for each then. Work grows with the rows that count, and the order of summation is a cell's.
-// Where there is no bf16 product the rows are widened before, once for the columns of a block, and the weights beside the
-// products.
+// tiles are interleaved there, in front of every use, and nothing is laid out in memory. Up to 12 rows of activations (AVX2: 6,
+// with half of it at a time, not interleaved: short_vectors.h) are multiplied with a tile column or, where they are few, with
+// one tile after the other as they lie, which the hardware fetches ahead; sums go to C and back for each then. Work grows with
+// the rows that count, and the order of summation is a cell's. Where there is no bf16 product the rows are widened before, once
+// for the columns of a block, and the weights beside the products.
 //
 // Weights are taken superblock by superblock, or two below each other, down 8 tile columns at a time: so they come from memory
 // in runs of 64 KB, the next ones while these are multiplied, and the sums of those columns wait in C meanwhile. An adapter's
@@ -17,6 +17,7 @@
 
 #include "cpu_kernels/gemm/cell.h"
 #include "cpu_kernels/gemm/few_rows.h"
+#include "cpu_kernels/native_vectors.h"
 #include "cpu_kernels/simd.h"
 
 namespace {

@@ -1,5 +1,5 @@
 // The unpack form (kernels.h, UnpackGemmArgs): stored tiles of the weights are unpacked into right factors, a tile column at a
-// time. (As many rows as one cell takes have unpack_stream.h, the AVX-512 tiers without a matrix unit register_unpack.h.)
+// time. (As many rows as one cell takes have unpack_stream.h, AVX-512 and AVX2 without a matrix unit register_unpack.h.)
 #pragma once
 
 #include <cstddef>

@@ -160,26 +160,26 @@ TEST_P(FewRowsTest, DirectFormOfTwins) {
 }
 
 TEST_P(FewRowsTest, DirectFormAddsToC) {
-  for (const std::int64_t rows : {std::int64_t{3}, tier_->most_stored_rows - 1}) {
+  for (const std::int64_t rows : {std::int64_t{3}, std::int64_t{20}, tier_->most_stored_rows - 1}) {
     const std::int64_t columns = RoundUp(rows, 16);
     Problem problem;
     problem.activations.push_back(RandomIntegers(columns, 300, random_));
-    problem.weights.push_back(RandomIntegers(48, 300, random_));
+    problem.weights.push_back(RandomIntegers(112, 300, random_));
     problem.Lay(Order::kStored, rows, WithNanBelow);
     DirectGemmArgs args;
     args.segments = problem.segments;
-    args.panels = 3;
+    args.panels = 7;
     args.activation_panels = columns / 16;
     args.ldc = columns;
     args.row_count = rows;
-    const PoisonedBuffer memory(48 * columns * 4);
+    const PoisonedBuffer memory(112 * columns * 4);
     args.c = memory.As<float>();
     tier_->direct_gemm(args);
-    std::vector<float> twice(args.c, args.c + 48 * columns);
+    std::vector<float> twice(args.c, args.c + 112 * columns);
     for (float& value : twice) value *= 2;
     args.accumulate = true;
     tier_->direct_gemm(args);
-    EXPECT_EQ(std::vector<float>(args.c, args.c + 48 * columns), twice);
+    EXPECT_EQ(std::vector<float>(args.c, args.c + 112 * columns), twice);
   }
 }
 
