@@ -292,7 +292,7 @@ MOESAIC_INLINE F32x16 InParts(const F32x16& x, Function f) {
 }
 
 /// e^x with a relative error below 2e-7 for x in [-87, 88], by 2^n times a polynomial of degree 6 (Cephes' expf coefficients);
-/// 0 to within 1.2e-38 below, infinity above; NaN passes through.
+/// 0 below, infinity above; NaN passes through.
 MOESAIC_INLINE NativeF32 NativeExp(NativeF32 x) {
   const NativeF32 zero{}, low = zero - 87.0f, high = zero + 88.0f;
   NativeF32 y = x < low ? low : x;
@@ -313,7 +313,8 @@ MOESAIC_INLINE NativeF32 NativeExp(NativeF32 x) {
   const NativeI32 power = (__builtin_convertvector(safe, NativeI32) + 127) << 23;
   NativeF32 scale;
   std::memcpy(&scale, &power, sizeof(scale));
-  return x > high ? zero + __builtin_inff() : p * scale;
+  const NativeF32 power_of_e = x < low ? zero : p * scale;
+  return x > high ? zero + __builtin_inff() : power_of_e;
 }
 MOESAIC_INLINE F32x16 Exp(const F32x16& x) { return InParts(x, NativeExp); }
 

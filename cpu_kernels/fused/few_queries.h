@@ -5,7 +5,6 @@
 // that order.
 #pragma once
 
-#include <cfloat>
 #include <cstring>
 
 #include "cpu_kernels/fused/activations.h"
@@ -97,10 +96,8 @@ inline void PowersOf(const AttendFewArgs& args, std::int64_t row, float* scores)
   F32x16 sum{};
   for (std::int64_t s = 0; s < args.keys; s += 16) {
     const F32x16 power = RoughExp2(LoadF32(scores + s) - Broadcast(shift));
-    // Exp(), where there is no AVX-512, gives 1e-38 there.
-    const F32x16 kept = Select(Less(LoadF32(scores + s), Broadcast(-FLT_MAX)), F32x16{}, power);
-    StoreF32(scores + s, kept);
-    sum += kept;
+    StoreF32(scores + s, power);
+    sum += power;
   }
   args.most[row] = most;
   args.sums[row] = SumOf(sum);
