@@ -11,32 +11,20 @@
 
 namespace {
 
-MOESAIC_INLINE NativeF32 Load(const float* p) {
-  NativeF32 v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
+MOESAIC_INLINE NativeF32 Load(const float* p) { return LoadVector<NativeF32>(p); }
 MOESAIC_INLINE NativeF32 Load(const BFloat16* p) {
 #if defined(__AVX512F__)
   return LoadBf16(p);
 #else
-  NativeU16 bits;
-  std::memcpy(&bits, p, sizeof(bits));
-  const NativeU32 wide = __builtin_convertvector(bits, NativeU32) << 16;
-  NativeF32 v;
-  std::memcpy(&v, &wide, sizeof(v));
-  return v;
+  return (NativeF32)(__builtin_convertvector(LoadVector<NativeU16>(p), NativeU32) << 16);
 #endif
 }
-MOESAIC_INLINE void Store(float* p, NativeF32 v) { std::memcpy(p, &v, sizeof(v)); }
+MOESAIC_INLINE void Store(float* p, NativeF32 v) { StoreVector(p, v); }
 MOESAIC_INLINE void Store(BFloat16* p, NativeF32 v) {
 #if defined(__AVX512F__)
   StoreBf16(p, v);
 #else
-  float values[kNativeLanes];
-  Store(values, v);
-  const auto narrow = __builtin_convertvector(RoundToHigh(values) >> 16, NativeU16);
-  std::memcpy(p, &narrow, sizeof(narrow));
+  StoreVector(p, __builtin_convertvector(RoundToHigh(v) >> 16, NativeU16));
 #endif
 }
 /// To bf16 and back.
@@ -44,11 +32,7 @@ MOESAIC_INLINE NativeF32 Rounded(NativeF32 v) {
 #if defined(__AVX512F__)
   return Widen(NarrowToBf16(v));
 #else
-  float values[kNativeLanes];
-  Store(values, v);
-  const NativeU32 bits = RoundToHigh(values) & 0xffff0000u;
-  std::memcpy(&v, &bits, sizeof(v));
-  return v;
+  return (NativeF32)(RoundToHigh(v) & 0xffff0000u);
 #endif
 }
 /// Operands are bf16, as in the products of tiles.
@@ -124,18 +108,11 @@ MOESAIC_INLINE NativeF32 MultiplyAdd(NativeF32 a, NativeF32 b, NativeF32 c) {
   return a * b + c;
 #endif
 }
+template <class V>
+MOESAIC_INLINE Halves<V> MultiplyAdd(const Halves<V>& a, const Halves<V>& b, const Halves<V>& c) {
+  return {MultiplyAdd(a.low, b.low, c.low), MultiplyAdd(a.high, b.high, c.high)};
+}
 /// x in every lane. (0 + x would be an addition, for it turns -0 into 0; x - 0 is none.)
 MOESAIC_INLINE NativeF32 InAllLanes(float x) { return x - NativeF32{}; }
-
-/// The sum of the lanes: halves are added until one is left.
-MOESAIC_INLINE float Total(NativeF32 v) {
-  float parts[kNativeLanes];
-  Store(parts, v);
-#pragma GCC unroll 4
-  for (int half = kNativeLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
-  }
-  return parts[0];
-}
 
 }  // namespace

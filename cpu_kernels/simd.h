@@ -1,5 +1,5 @@
-// Sixteen floats at a time, in GCC's vector types: the same source is compiled for each instruction set by the tier that
-// includes it, inside an unnamed namespace so that no copy is shared between them.
+// Sixteen floats at a time, in GCC's vector types or halves of them: the same source is compiled for each instruction set by
+// the tier that includes it, inside an unnamed namespace so that no copy is shared between them.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 
 #include "cpu_kernels/bfloat16.h"
 #include "cpu_kernels/gemm/tiles.h"
+#include "cpu_kernels/halves.h"
 
 #include <immintrin.h>
 
@@ -17,14 +18,10 @@ namespace {
 
 using moesaic::BFloat16;
 
-using F32x16 = float __attribute__((vector_size(64)));
-using I32x16 = std::int32_t __attribute__((vector_size(64)));
-using U32x16 = std::uint32_t __attribute__((vector_size(64)));
-using U16x16 = std::uint16_t __attribute__((vector_size(32)));
 using F32x8 = float __attribute__((vector_size(32)));
 using U32x8 = std::uint32_t __attribute__((vector_size(32)));
 
-// Vectors of the machine's own width: GCC spills longer ones.
+// Vectors of the machine's own width.
 #if defined(__AVX512F__)
 inline constexpr int kNativeLanes = 16;
 #elif defined(__AVX2__)
@@ -37,17 +34,38 @@ using NativeI32 = std::int32_t __attribute__((vector_size(4 * kNativeLanes)));
 using NativeU32 = std::uint32_t __attribute__((vector_size(4 * kNativeLanes)));
 using NativeU16 = std::uint16_t __attribute__((vector_size(2 * kNativeLanes)));
 
+#if defined(__AVX512F__)
+using F32x16 = NativeF32;
+using I32x16 = NativeI32;
+using U32x16 = NativeU32;
+using U16x16 = NativeU16;
+using U16x32 = std::uint16_t __attribute__((vector_size(64)));
+#elif defined(__AVX2__)
+using F32x16 = Halves<NativeF32>;
+using I32x16 = Halves<NativeI32>;
+using U32x16 = Halves<NativeU32>;
+using U16x16 = std::uint16_t __attribute__((vector_size(32)));
+using U16x32 = Halves<U16x16>;
+#else
+using U16x8 = std::uint16_t __attribute__((vector_size(16)));
+using F32x16 = Halves<Halves<NativeF32> >;
+using I32x16 = Halves<Halves<NativeI32> >;
+using U32x16 = Halves<Halves<NativeU32> >;
+using U16x16 = Halves<U16x8>;
+using U16x32 = Halves<U16x16>;
+#endif
+
 #if !defined(__AVX512BF16__)
-/// Some floats rounded to bf16, as the high halves of dwords; the low halves hold rubbish. In vectors of the machine's own
-/// width: of longer ones GCC compares the elements one by one.
-MOESAIC_INLINE NativeU32 RoundToHigh(const float* p) {
-  NativeF32 v;
-  NativeU32 bits;
-  std::memcpy(&v, p, sizeof(v));
-  std::memcpy(&bits, p, sizeof(bits));
+/// Floats rounded to bf16, as the high halves of dwords; the low halves hold rubbish.
+MOESAIC_INLINE NativeU32 RoundToHigh(NativeF32 v) {
+  const auto bits = (NativeU32)v;
   const NativeU32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   const auto is_nan = (NativeU32)(v != v);
   return (rounded & ~is_nan) | ((bits | 0x400000u) & is_nan);
+}
+template <class V>
+MOESAIC_INLINE auto RoundToHigh(const Halves<V>& v) {
+  return Halves{RoundToHigh(v.low), RoundToHigh(v.high)};
 }
 #endif
 
@@ -61,91 +79,72 @@ MOESAIC_INLINE __m512i RoundedToHigh(__m512 v) {
 }
 #endif
 
-MOESAIC_INLINE F32x16 LoadF32(const float* p) {
-  F32x16 v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
+MOESAIC_INLINE F32x16 LoadF32(const float* p) { return LoadVector<F32x16>(p); }
 
-MOESAIC_INLINE void StoreF32(float* p, F32x16 v) { std::memcpy(p, &v, sizeof(v)); }
+MOESAIC_INLINE void StoreF32(float* p, const F32x16& v) { StoreVector(p, v); }
 
-/// Not left to the operators: of vectors longer than the machine's GCC writes the lanes one by one.
-MOESAIC_INLINE F32x16 Broadcast(float x) {
-  const NativeF32 part = x - NativeF32{};
-  F32x16 v;
-  for (int i = 0; i < 16; i += kNativeLanes) std::memcpy(reinterpret_cast<char*>(&v) + 4 * i, &part, sizeof(part));
-  return v;
-}
+/// x in every lane. (0 + x would be an addition, for it turns -0 into 0; x - 0 is none.)
+MOESAIC_INLINE F32x16 Broadcast(float x) { return x - F32x16{}; }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-MOESAIC_INLINE F32x16 TwoHalves(__m256i low, __m256i high) {
-  const __m256i halves[2] = {low, high};
-  F32x16 v;
-  std::memcpy(&v, halves, sizeof(v));
-  return v;
-}
-#endif
-
-MOESAIC_INLINE F32x16 Widen(U16x16 bits) {
+MOESAIC_INLINE F32x16 Widen(const U16x16& bits) {
 #if defined(__AVX512F__)  // GCC makes six instructions of the conversion below, in halves
   return (F32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16);
 #elif defined(__AVX2__)
   const auto all = (__m256i)bits;
-  return TwoHalves(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(all)), 16),
-                   _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(all, 1)), 16));
+  return {(NativeF32)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(all)), 16),
+          (NativeF32)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(all, 1)), 16)};
 #else
-  const U32x16 wide = __builtin_convertvector(bits, U32x16) << 16;
-  F32x16 v;
-  std::memcpy(&v, &wide, sizeof(v));
-  return v;
+  const auto eight = [](U16x8 half) {
+    return Halves{(NativeF32)__builtin_shufflevector(U16x8{}, half, 0, 8, 1, 9, 2, 10, 3, 11),
+                  (NativeF32)__builtin_shufflevector(U16x8{}, half, 4, 12, 5, 13, 6, 14, 7, 15)};
+  };
+  return {eight(bits.low), eight(bits.high)};
 #endif
 }
 
-MOESAIC_INLINE F32x16 LoadBf16(const BFloat16* p) {
-  U16x16 bits;
-  std::memcpy(&bits, p, sizeof(bits));
-  return Widen(bits);
+MOESAIC_INLINE F32x16 LoadBf16(const BFloat16* p) { return Widen(LoadVector<U16x16>(p)); }
+
+/// The second numbers of pairs, or words.
+MOESAIC_INLINE U16x16 HighWords(const U32x16& pairs) {
+#if defined(__AVX512F__)
+  return (U16x16)_mm512_cvtepi32_epi16((__m512i)(pairs >> 16));
+#elif defined(__AVX2__)
+  const auto low = (__m256i)(pairs.low >> 16), high = (__m256i)(pairs.high >> 16);
+  return (U16x16)_mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+#else
+  const auto eight = [](const Halves<NativeU32>& half) {
+    return __builtin_shufflevector((U16x8)half.low, (U16x8)half.high, 1, 3, 5, 7, 9, 11, 13, 15);
+  };
+  return {eight(pairs.low), eight(pairs.high)};
+#endif
 }
+/// The first ones.
+MOESAIC_INLINE U16x16 LowWords(const U32x16& pairs) { return HighWords(pairs << 16); }
 
 /// Nearest, ties to even; NaN stays NaN. VCVTNEPS2BF16 flushes denormals, as the products do that consume the result.
-MOESAIC_INLINE U16x16 NarrowToBf16(F32x16 v) {
+MOESAIC_INLINE U16x16 NarrowToBf16(const F32x16& v) {
 #if defined(__AVX512BF16__)
   return (U16x16)_mm512_cvtneps_pbh((__m512)v);
 #elif defined(__AVX512F__)
-  return (U16x16)_mm512_cvtepi32_epi16(_mm512_srli_epi32(RoundedToHigh((__m512)v), 16));
-#elif defined(__AVX2__)
-  float values[16];
-  std::memcpy(values, &v, sizeof(values));
-  const __m256i low = (__m256i)(RoundToHigh(values) >> 16), high = (__m256i)(RoundToHigh(values + 8) >> 16);
-  return (U16x16)_mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+  return HighWords((U32x16)RoundedToHigh((__m512)v));
 #else
-  float values[16];
-  U16x16 result;
-  std::memcpy(values, &v, sizeof(values));
-  for (int i = 0; i < 16; i += kNativeLanes) {
-    const auto narrow = __builtin_convertvector(RoundToHigh(values + i) >> 16, NativeU16);
-    std::memcpy(reinterpret_cast<char*>(&result) + 2 * i, &narrow, sizeof(narrow));
-  }
-  return result;
+  return HighWords(RoundToHigh(v));
 #endif
 }
 
-MOESAIC_INLINE void StoreBf16(BFloat16* p, F32x16 v) {
-  const U16x16 bits = NarrowToBf16(v);
-  std::memcpy(p, &bits, sizeof(bits));
-}
+MOESAIC_INLINE void StoreBf16(BFloat16* p, const F32x16& v) { StoreVector(p, NarrowToBf16(v)); }
 
 /// The first n < 16 lanes; the others read as zero, and are not touched in memory.
 MOESAIC_INLINE F32x16 LoadF32Part(const float* p, std::int64_t n) {
 #if defined(__AVX512F__)
   return (F32x16)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
 #else
-  F32x16 v{};
-  std::memcpy(&v, p, static_cast<std::size_t>(n) * sizeof(float));
-  return v;
+  float part[16] = {};
+  std::memcpy(part, p, static_cast<std::size_t>(n) * sizeof(float));
+  return LoadF32(part);
 #endif
 }
-MOESAIC_INLINE void StoreF32Part(float* p, F32x16 v, std::int64_t n) {
+MOESAIC_INLINE void StoreF32Part(float* p, const F32x16& v, std::int64_t n) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), (__m512)v);
 #else
@@ -156,12 +155,12 @@ MOESAIC_INLINE F32x16 LoadBf16Part(const BFloat16* p, std::int64_t n) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   return Widen((U16x16)_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p));
 #else
-  U16x16 bits{};
-  std::memcpy(&bits, p, static_cast<std::size_t>(n) * sizeof(BFloat16));
-  return Widen(bits);
+  std::uint16_t part[16] = {};
+  std::memcpy(part, p, static_cast<std::size_t>(n) * sizeof(BFloat16));
+  return Widen(LoadVector<U16x16>(part));
 #endif
 }
-MOESAIC_INLINE void StoreBf16Part(BFloat16* p, F32x16 v, std::int64_t n) {
+MOESAIC_INLINE void StoreBf16Part(BFloat16* p, const F32x16& v, std::int64_t n) {
   const U16x16 bits = NarrowToBf16(v);
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << n) - 1), (__m256i)bits);
@@ -170,67 +169,86 @@ MOESAIC_INLINE void StoreBf16Part(BFloat16* p, F32x16 v, std::int64_t n) {
 #endif
 }
 
-using U16x32 = std::uint16_t __attribute__((vector_size(64)));
-
 /// Both, rounded to bf16, one after the other.
-MOESAIC_INLINE U16x32 NarrowBoth(F32x16 first, F32x16 second) {
+MOESAIC_INLINE U16x32 NarrowBoth(const F32x16& first, const F32x16& second) {
 #if defined(__AVX512BF16__)
   return (U16x32)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-#else
+#elif defined(__AVX512F__)
   const U16x16 halves[2] = {NarrowToBf16(first), NarrowToBf16(second)};
-  U16x32 both;
-  std::memcpy(&both, halves, sizeof(both));
-  return both;
+  return LoadVector<U16x32>(halves);
+#else
+  return {NarrowToBf16(first), NarrowToBf16(second)};
 #endif
 }
 
+#if !defined(__AVX512F__)
+/// Of each 16 bytes of a and b the first four words, a's and b's in turn; and the last four.
+#if defined(__AVX2__)
+MOESAIC_INLINE U16x16 InterleavedLows(U16x16 a, U16x16 b) { return (U16x16)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b); }
+MOESAIC_INLINE U16x16 InterleavedHighs(U16x16 a, U16x16 b) { return (U16x16)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }
+#else
+MOESAIC_INLINE U16x8 InterleavedLows(U16x8 a, U16x8 b) { return (U16x8)_mm_unpacklo_epi16((__m128i)a, (__m128i)b); }
+MOESAIC_INLINE U16x8 InterleavedHighs(U16x8 a, U16x8 b) { return (U16x8)_mm_unpackhi_epi16((__m128i)a, (__m128i)b); }
+#endif
+template <class V>
+MOESAIC_INLINE Halves<V> InterleavedLows(const Halves<V>& a, const Halves<V>& b) {
+  return {InterleavedLows(a.low, b.low), InterleavedLows(a.high, b.high)};
+}
+template <class V>
+MOESAIC_INLINE Halves<V> InterleavedHighs(const Halves<V>& a, const Halves<V>& b) {
+  return {InterleavedHighs(a.low, b.low), InterleavedHighs(a.high, b.high)};
+}
+#endif
+
 /// (a[0], b[0], a[1], b[1], ...) of what NarrowBoth(a, b) gives.
-MOESAIC_INLINE U16x32 InterleaveHalves(U16x32 both) {
+MOESAIC_INLINE U16x32 InterleaveHalves(const U16x32& both) {
 #if defined(__AVX512BW__)
   const U16x32 order = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return (U16x32)_mm512_permutexvar_epi16((__m512i)order, (__m512i)both);
 #elif defined(__AVX2__)
-  __m256i halves[2];
-  std::memcpy(halves, &both, sizeof(both));
-  const __m256i even = _mm256_unpacklo_epi16(halves[0], halves[1]), odd = _mm256_unpackhi_epi16(halves[0], halves[1]);
-  return (U16x32)TwoHalves(_mm256_permute2x128_si256(even, odd, 0x20), _mm256_permute2x128_si256(even, odd, 0x31));
+  const auto even = (__m256i)InterleavedLows(both.low, both.high), odd = (__m256i)InterleavedHighs(both.low, both.high);
+  return {(U16x16)_mm256_permute2x128_si256(even, odd, 0x20), (U16x16)_mm256_permute2x128_si256(even, odd, 0x31)};
 #else
-  U16x16 halves[2];
-  std::memcpy(halves, &both, sizeof(both));
-  const U32x16 pairs = __builtin_convertvector(halves[0], U32x16) | (__builtin_convertvector(halves[1], U32x16) << 16);
-  U16x32 result;
-  std::memcpy(&result, &pairs, sizeof(result));
-  return result;
+  const U16x16 even = InterleavedLows(both.low, both.high), odd = InterleavedHighs(both.low, both.high);
+  return {{even.low, odd.low}, {even.high, odd.high}};
+#endif
+}
+
+/// Pairs of both, rounded: (first[0], second[0], first[1], ...).
+MOESAIC_INLINE U16x32 NarrowPairs(const F32x16& first, const F32x16& second) {
+#if defined(__AVX512BF16__)
+  return InterleaveHalves(NarrowBoth(first, second));
+#elif defined(__AVX512F__)
+  const __m512i low = RoundedToHigh((__m512)first), high = RoundedToHigh((__m512)second);
+  // Bits of `high` in the upper halves, of `low` in the others.
+  return (U16x32)_mm512_ternarylogic_epi32(_mm512_set1_epi32(-65536), high, _mm512_srli_epi32(low, 16), 0xca);
+#else
+  return (U16x32)((RoundToHigh(first) >> 16) | (RoundToHigh(second) & 0xffff0000u));
 #endif
 }
 
 /// Writes a 64-byte aligned line past the caches: for what nobody reads soon. StreamFence() comes before another thread may
 /// read it.
-MOESAIC_INLINE void StreamLine(BFloat16* p, U16x32 v) {
+MOESAIC_INLINE void StreamLine(BFloat16* p, const U16x32& v) {
 #if defined(__AVX512F__)
   _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)v);
 #elif defined(__AVX2__)
-  __m256i halves[2];
-  std::memcpy(halves, &v, sizeof(v));
-  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), halves[0]);
-  _mm256_stream_si256(reinterpret_cast<__m256i*>(p) + 1, halves[1]);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)v.low);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p) + 1, (__m256i)v.high);
 #else
-  std::memcpy(p, &v, sizeof(v));
+  StoreVector(p, v);
 #endif
 }
 
 /// The same for sixteen floats, where they are a line; else an ordinary store.
-MOESAIC_INLINE void StreamF32(float* p, F32x16 v) {
+MOESAIC_INLINE void StreamF32(float* p, const F32x16& v) {
 #if defined(__AVX512F__)
   if (reinterpret_cast<std::uintptr_t>(p) % 64 == 0) return _mm512_stream_ps(p, (__m512)v);
 #elif defined(__AVX2__)
   if (reinterpret_cast<std::uintptr_t>(p) % 64 == 0) {
-    __m256 halves[2];
-    std::memcpy(halves, &v, sizeof(v));
-    _mm256_stream_ps(p, halves[0]);
-    _mm256_stream_ps(p + 8, halves[1]);
-    return;
+    _mm256_stream_ps(p, (__m256)v.low);
+    return _mm256_stream_ps(p + 8, (__m256)v.high);
   }
 #endif
   StoreF32(p, v);
@@ -244,51 +262,163 @@ MOESAIC_INLINE void StreamFence() {
 
 MOESAIC_INLINE bool IsAligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 64 == 0; }
 
-// Of vectors longer than the machine's GCC compares and selects the elements one by one: there comparisons are made in parts.
-#if defined(__AVX512F__)
-MOESAIC_INLINE I32x16 Less(F32x16 a, F32x16 b) { return a < b; }
-MOESAIC_INLINE I32x16 Less(I32x16 a, I32x16 b) { return a < b; }
-MOESAIC_INLINE F32x16 Select(I32x16 mask, F32x16 yes, F32x16 no) { return mask ? yes : no; }
-#else
-template <class Part, class Whole>
-MOESAIC_INLINE I32x16 LessInParts(const Whole& a, const Whole& b) {
-  std::int32_t mask[16];
-  for (int i = 0; i < 16; i += kNativeLanes) {
-    Part x, y;
-    std::memcpy(&x, reinterpret_cast<const char*>(&a) + 4 * i, sizeof(x));
-    std::memcpy(&y, reinterpret_cast<const char*>(&b) + 4 * i, sizeof(y));
-    const auto less = x < y;
-    std::memcpy(mask + i, &less, sizeof(less));
-  }
-  I32x16 all;
-  std::memcpy(&all, mask, sizeof(all));
-  return all;
+MOESAIC_INLINE NativeI32 Less(NativeF32 a, NativeF32 b) { return a < b; }
+MOESAIC_INLINE NativeI32 Less(NativeI32 a, NativeI32 b) { return a < b; }
+template <class V>
+MOESAIC_INLINE auto Less(const Halves<V>& a, const Halves<V>& b) {
+  return Halves{Less(a.low, b.low), Less(a.high, b.high)};
 }
-MOESAIC_INLINE I32x16 Less(const F32x16& a, const F32x16& b) { return LessInParts<NativeF32>(a, b); }
-MOESAIC_INLINE I32x16 Less(const I32x16& a, const I32x16& b) { return LessInParts<NativeI32>(a, b); }
-MOESAIC_INLINE F32x16 Select(const I32x16& mask, const F32x16& yes, const F32x16& no) {
-  return (F32x16)((mask & (I32x16)yes) | (~mask & (I32x16)no));
+
+MOESAIC_INLINE NativeI32 AtMost(NativeF32 a, NativeF32 b) { return a <= b; }
+template <class V>
+MOESAIC_INLINE auto AtMost(const Halves<V>& a, const Halves<V>& b) {
+  return Halves{AtMost(a.low, b.low), AtMost(a.high, b.high)};
+}
+
+MOESAIC_INLINE NativeI32 IsNan(NativeF32 v) { return v != v; }
+template <class V>
+MOESAIC_INLINE auto IsNan(const Halves<V>& v) {
+  return Halves{IsNan(v.low), IsNan(v.high)};
+}
+
+#if !defined(__AVX512F__)
+/// Bit i: whether lane i of a mask is set.
+MOESAIC_INLINE std::uint32_t BitsOf(NativeI32 mask) {
+#if defined(__AVX2__)
+  return static_cast<std::uint32_t>(_mm256_movemask_ps((__m256)mask));
+#else
+  return static_cast<std::uint32_t>(_mm_movemask_ps((__m128)mask));
+#endif
+}
+template <class V>
+MOESAIC_INLINE std::uint32_t BitsOf(const Halves<V>& mask) {
+  return BitsOf(mask.low) | BitsOf(mask.high) << sizeof(V) / 4;
 }
 #endif
 
+MOESAIC_INLINE NativeF32 Select(NativeI32 mask, NativeF32 yes, NativeF32 no) { return mask ? yes : no; }
+template <class M, class V>
+MOESAIC_INLINE Halves<V> Select(const Halves<M>& mask, const Halves<V>& yes, const Halves<V>& no) {
+  return {Select(mask.low, yes.low, no.low), Select(mask.high, yes.high, no.high)};
+}
+
+/// a where it is larger than b, else b: of a NaN and a number what stands there as b.
+MOESAIC_INLINE NativeF32 Larger(NativeF32 a, NativeF32 b) {
+#if defined(__AVX512F__)
+  return (NativeF32)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (NativeF32)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return (NativeF32)_mm_max_ps((__m128)a, (__m128)b);
+#endif
+}
+template <class V>
+MOESAIC_INLINE Halves<V> Larger(const Halves<V>& a, const Halves<V>& b) {
+  return {Larger(a.low, b.low), Larger(a.high, b.high)};
+}
+
+/// a where it is smaller than b, else b.
+MOESAIC_INLINE NativeF32 Smaller(NativeF32 a, NativeF32 b) {
+#if defined(__AVX512F__)
+  return (NativeF32)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (NativeF32)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return (NativeF32)_mm_min_ps((__m128)a, (__m128)b);
+#endif
+}
+template <class V>
+MOESAIC_INLINE Halves<V> Smaller(const Halves<V>& a, const Halves<V>& b) {
+  return {Smaller(a.low, b.low), Smaller(a.high, b.high)};
+}
+
 /// Of sixteen lanes the first n.
 MOESAIC_INLINE I32x16 LanesBelow(std::int64_t n) {
-  constexpr I32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return Less(kLanes, (I32x16)Broadcast(__builtin_bit_cast(float, static_cast<std::int32_t>(n))));
+  alignas(64) static constexpr std::int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return Less(LoadVector<I32x16>(kLanes), I32x16{} + static_cast<std::int32_t>(n));
 }
 
 /// f of each part of x that is a vector of the machine.
 template <class Function>
-MOESAIC_INLINE F32x16 InParts(const F32x16& x, Function f) {
-  float values[16];
-  std::memcpy(values, &x, sizeof(values));
-  for (int i = 0; i < 16; i += kNativeLanes) {
-    NativeF32 v;
-    std::memcpy(&v, values + i, sizeof(v));
-    v = f(v);
-    std::memcpy(values + i, &v, sizeof(v));
-  }
-  return LoadF32(values);
+MOESAIC_INLINE NativeF32 InParts(NativeF32 x, Function f) {
+  return f(x);
+}
+template <class V, class Function>
+MOESAIC_INLINE Halves<V> InParts(const Halves<V>& x, Function f) {
+  return {InParts(x.low, f), InParts(x.high, f)};
+}
+
+MOESAIC_INLINE float FirstLane(NativeF32 v) { return v[0]; }
+template <class V>
+MOESAIC_INLINE float FirstLane(const Halves<V>& v) {
+  return FirstLane(v.low);
+}
+
+/// The sum of the lanes: halves are added until one is left.
+MOESAIC_INLINE float SumOfLanes(NativeF32 v) {
+#if defined(__AVX512DQ__)
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+#elif defined(__AVX2__)
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+#else
+  const auto four = (__m128)v;
+#endif
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+template <class V>
+MOESAIC_INLINE float SumOfLanes(const Halves<V>& v) {
+  return SumOfLanes(v.low + v.high);
+}
+
+/// Eight lanes of a, then eight of b.
+MOESAIC_INLINE F32x16 FirstEights(const F32x16& a, const F32x16& b) {
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+#else
+  return {a.low, b.low};
+#endif
+}
+
+/// The sums of lanes 2 i and 2 i + 1: of a, then of b.
+#if defined(__AVX512F__)
+MOESAIC_INLINE NativeF32 SumsOfNeighbours(NativeF32 a, NativeF32 b) {
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+#else
+#if defined(__AVX2__)
+MOESAIC_INLINE NativeF32 SumsOfNeighbours(NativeF32 a, NativeF32 b) {
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) + __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+}
+#else
+MOESAIC_INLINE NativeF32 SumsOfNeighbours(NativeF32 a, NativeF32 b) {
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+}
+#endif
+template <class V>
+MOESAIC_INLINE Halves<V> SumsOfNeighbours(const Halves<V>& a, const Halves<V>& b) {
+  return {SumsOfNeighbours(a.low, a.high), SumsOfNeighbours(b.low, b.high)};
+}
+#endif
+
+/// The largest lane, but for NaN: as Larger of halves, until one is left.
+MOESAIC_INLINE float LargestOfLanes(NativeF32 v) {
+#if defined(__AVX512DQ__)
+  const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+#elif defined(__AVX2__)
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+#else
+  const auto four = (__m128)v;
+#endif
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+template <class V>
+MOESAIC_INLINE float LargestOfLanes(const Halves<V>& v) {
+  return LargestOfLanes(Larger(v.low, v.high));
 }
 
 /// e^x with a relative error below 2e-7 for x in [-87, 88], by 2^n times a polynomial of degree 6 (Cephes' expf coefficients);
@@ -311,9 +441,7 @@ MOESAIC_INLINE NativeF32 NativeExp(NativeF32 x) {
   p = p * r * r + r + 1.0f;
   const NativeF32 safe = n == n ? n : zero;
   const NativeI32 power = (__builtin_convertvector(safe, NativeI32) + 127) << 23;
-  NativeF32 scale;
-  std::memcpy(&scale, &power, sizeof(scale));
-  const NativeF32 power_of_e = x < low ? zero : p * scale;
+  const NativeF32 power_of_e = x < low ? zero : p * (NativeF32)power;
   return x > high ? zero + __builtin_inff() : power_of_e;
 }
 MOESAIC_INLINE F32x16 Exp(const F32x16& x) { return InParts(x, NativeExp); }

@@ -109,7 +109,7 @@ inline void ContractTile(const AlongFeaturesArgs& args, const LowRankPiece& piec
   if (f < args.features) add.template operator()<true>(f, args.features - f);
   for (int i = 0; i < kRows; ++i) {
     for (int j = 0; j < kRanks; ++j) {
-      args.expert.sums[(row + i) * args.ranks + piece.first_rank + rank + j] = Total(sum[i][j]);
+      args.expert.sums[(row + i) * args.ranks + piece.first_rank + rank + j] = SumOfLanes(sum[i][j]);
     }
   }
 }
@@ -301,15 +301,7 @@ MOESAIC_INLINE std::int64_t AtMostSide(std::int64_t n) { return n < kSide ? n : 
 
 /// Lines of two parameters as pairs: first[i] and second[i], rounded to bf16.
 MOESAIC_INLINE void StorePairs(const float* first, const float* second, std::uint32_t* pairs) {
-#if defined(__AVX512BF16__)
-  const U16x32 both = InterleaveHalves(NarrowBoth(Load(first), Load(second)));
-  std::memcpy(pairs, &both, sizeof(both));
-#else
-  for (std::int64_t k = 0; k < kSide; k += kNativeLanes) {
-    const NativePairs both = (NativePairs)Rounded(Load(first + k)) >> 16 | (NativePairs)Rounded(Load(second + k));
-    std::memcpy(pairs + k, &both, sizeof(both));
-  }
-#endif
+  StoreVector(pairs, NarrowPairs(LoadF32(first), LoadF32(second)));
 }
 
 /// out[column][row] = first[row][column] and second[row][column], rounded to bf16: 16 x 16 of them, zeros for what is not among

@@ -22,7 +22,7 @@ inline void MergeRows(const MergeRowsArgs& args) {
       sum += Broadcast(args.weights[j]) * value;
     }
     if (args.out_stride == 1 && args.dtype == DType::kFloat32) {
-      std::memcpy(static_cast<float*>(args.out) + c, &sum, static_cast<std::size_t>(n) * sizeof(float));
+      StoreF32Part(static_cast<float*>(args.out) + c, sum, n);
     } else if (args.out_stride == 1) {
       BFloat16* out = static_cast<BFloat16*>(args.out) + c;
       if (n == 16) {
@@ -31,11 +31,13 @@ inline void MergeRows(const MergeRowsArgs& args) {
         StoreBf16Part(out, sum, n);
       }
     } else {
+      float wide[16];
       BFloat16 narrow[16];
+      StoreF32(wide, sum);
       StoreBf16(narrow, sum);
       for (std::int64_t i = 0; i < n; ++i) {
         if (args.dtype == DType::kFloat32) {
-          static_cast<float*>(args.out)[(c + i) * args.out_stride] = sum[i];
+          static_cast<float*>(args.out)[(c + i) * args.out_stride] = wide[i];
         } else {
           static_cast<BFloat16*>(args.out)[(c + i) * args.out_stride] = narrow[i];
         }

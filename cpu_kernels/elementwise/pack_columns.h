@@ -12,40 +12,19 @@ using namespace moesaic;
 
 /// (first[0], second[0], first[1], ...) as bf16: `width` values of each, which may be null, and zeros behind them.
 MOESAIC_INLINE U16x32 PairsOf(const float* first, const float* second, std::int64_t width) {
-#if defined(__AVX512BF16__)
-  return InterleaveHalves(NarrowBoth(LoadF32Part(first, first != nullptr ? width : 0),  //
-                                     LoadF32Part(second, second != nullptr ? width : 0)));
-#elif defined(__AVX512F__)
-  const __m512i low = RoundedToHigh((__m512)LoadF32Part(first, first != nullptr ? width : 0));
-  const __m512i high = RoundedToHigh((__m512)LoadF32Part(second, second != nullptr ? width : 0));
-  // Bits of `high` in the upper halves, of `low` in the others.
-  return (U16x32)_mm512_ternarylogic_epi32(_mm512_set1_epi32(-65536), high, _mm512_srli_epi32(low, 16), 0xca);
-#else
-  float padded[2][16];
-  const float* from[2] = {first, second};
-  for (int k = 0; k < 2; ++k) {
-    if (from[k] != nullptr && width == 16) continue;
-    std::memset(padded[k], 0, sizeof(padded[k]));
-    if (from[k] != nullptr) std::memcpy(padded[k], from[k], static_cast<std::size_t>(width) * sizeof(float));
-    from[k] = padded[k];
-  }
-  U16x32 result;
-  for (int i = 0; i < 16; i += kNativeLanes) {
-    const NativeU32 pairs = RoundToHigh(from[0] + i) >> 16 | (RoundToHigh(from[1] + i) & 0xffff0000u);
-    std::memcpy(reinterpret_cast<char*>(&result) + 4 * i, &pairs, sizeof(pairs));
-  }
-  return result;
-#endif
+  const auto load = [width](const float* p) MOESAIC_INLINE_LAMBDA {
+    if (p == nullptr) return F32x16{};
+    return width == 16 ? LoadF32(p) : LoadF32Part(p, width);
+  };
+  return NarrowPairs(load(first), load(second));
 }
 
 MOESAIC_INLINE U16x32 PairsOf(const BFloat16* first, const BFloat16* second, std::int64_t width) {
-  U16x16 halves[2] = {};
+  std::uint16_t halves[32] = {};
   const auto bytes = static_cast<std::size_t>(width) * sizeof(BFloat16);
-  if (first != nullptr) std::memcpy(&halves[0], first, width == 16 ? sizeof(U16x16) : bytes);
-  if (second != nullptr) std::memcpy(&halves[1], second, width == 16 ? sizeof(U16x16) : bytes);
-  U16x32 both;
-  std::memcpy(&both, halves, sizeof(both));
-  return InterleaveHalves(both);
+  if (first != nullptr) std::memcpy(halves, first, width == 16 ? sizeof(U16x16) : bytes);
+  if (second != nullptr) std::memcpy(halves + 16, second, width == 16 ? sizeof(U16x16) : bytes);
+  return InterleaveHalves(LoadVector<U16x32>(halves));
 }
 
 /// Steps that are taken together where they lie nearer to each other than the columns do.
@@ -74,8 +53,8 @@ inline void PackColumnsOf(const PackColumnsArgs& args) {
           __builtin_prefetch(at[k] + args.ahead, 0, 2);
         }
         const U16x32 pairs = PairsOf(at[0], at[1], args.width);
-        std::memcpy(to, &pairs, sizeof(pairs));
-        if (args.repeat) std::memcpy(to + 2 * kTileColumns, &pairs, sizeof(pairs));
+        StoreVector(to, pairs);
+        if (args.repeat) StoreVector(to + 2 * kTileColumns, pairs);
       }
     }
     for (std::int64_t s = 0; s < steps; ++s) {

@@ -10,15 +10,7 @@ using namespace moesaic;
 
 /// 32 values in order, rounded.
 MOESAIC_INLINE void NarrowTileRow(const float* from, BFloat16* out) {
-#if defined(__AVX512F__)
-  const U16x32 row = NarrowBoth(LoadF32(from), LoadF32(from + 16));
-  std::memcpy(out, &row, sizeof(row));
-#else
-  for (int i = 0; i < kTileColumns; i += kNativeLanes) {
-    const auto narrow = __builtin_convertvector(RoundToHigh(from + i) >> 16, NativeU16);
-    std::memcpy(out + i, &narrow, sizeof(narrow));
-  }
-#endif
+  StoreVector(out, NarrowBoth(LoadF32(from), LoadF32(from + 16)));
 }
 
 /// 32 columns of one row, scaled and rounded, in order.

@@ -41,7 +41,7 @@ inline void StoreColumnsOf(const StoreColumnsArgs& args) {
             const float* from = args.rows[x] + (first + s) * args.row_step + j;
             row = n == 16 ? LoadF32(from) : LoadF32Part(from, n);
           }
-          std::memcpy(blocks[s] + 32 * x, &row, sizeof(row));
+          StoreVector(blocks[s] + 32 * x, row);
         }
         Transpose16x16(blocks[s], blocks[s]);
       }

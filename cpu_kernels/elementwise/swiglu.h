@@ -46,18 +46,14 @@ MOESAIC_INLINE void StoreSaved(BFloat16* saved, const RowPair& pair, Extent vali
   if (valid.full()) {
     const U16x32 both = NarrowBoth(pair.row[0], pair.row[1]);
     if (IsAligned(saved)) return StreamLine(saved, both);
-    std::memcpy(saved, &both, sizeof(both));
-    return;
+    return StoreVector(saved, both);
   }
   const std::int64_t width = valid.tokens < 16 ? valid.tokens : 16;
   StoreBf16Part(saved, pair.row[0], width);
   if (valid.rows > 1) StoreBf16Part(saved + width, pair.row[1], width);
 }
 
-MOESAIC_INLINE void StorePairs(BFloat16* out, const RowPair& pair) {
-  const U16x32 pairs = InterleaveHalves(NarrowBoth(pair.row[0], pair.row[1]));
-  std::memcpy(out, &pairs, sizeof(pairs));
-}
+MOESAIC_INLINE void StorePairs(BFloat16* out, const RowPair& pair) { StoreVector(out, NarrowPairs(pair.row[0], pair.row[1])); }
 
 /// Rows i and i + 1 of a block, from token t on: what exists of them, and where they are in the saved state.
 struct PairAt {
@@ -117,12 +113,11 @@ class SwigluResult {
   /// Rows i and i + 1.
   MOESAIC_INLINE void Keep(std::int64_t i, const RowPair& pair) {
     const U16x32 both = NarrowBoth(pair.row[0], pair.row[1]);
-    const U16x32 pairs = InterleaveHalves(both);
-    if (tile_ != nullptr) std::memcpy(pairs_ + 16 * i, &pairs, sizeof(pairs));
+    if (tile_ != nullptr) StoreVector(pairs_ + 16 * i, InterleaveHalves(both));
     if (!transposed_.wanted()) return;
-    U16x16 rows[2];
-    std::memcpy(rows, &both, sizeof(both));
-    for (int h = 0; h < 2; ++h) std::memcpy(transposed_.Row(i + h), &rows[h], sizeof(rows[h]));
+    std::uint16_t rows[32];
+    StoreVector(rows, both);
+    for (int h = 0; h < 2; ++h) std::memcpy(transposed_.Row(i + h), rows + 16 * h, 32);
   }
 
   MOESAIC_INLINE void Store() {

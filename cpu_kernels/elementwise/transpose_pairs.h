@@ -29,11 +29,9 @@ inline void TransposePairs(const TransposePairsArgs& args) {
     for (std::int64_t p = 0; p < kPanelRows; ++p) {
       // The columns of pair p, by the permutation of a stored tile: 4L + 2q and the next one, in the other half for q >= 2.
       BFloat16* to = (p % 4 < 2 ? low : high) + (p / 4 * 4 + p % 2 * 2) * kTileColumns;
-      U32x16 pair;
-      std::memcpy(&pair, from + p * kTileColumns, sizeof(pair));
-      const U16x16 even = __builtin_convertvector(pair & 0xffffu, U16x16), odd = __builtin_convertvector(pair >> 16, U16x16);
-      std::memcpy(to, &even, sizeof(even));
-      std::memcpy(to + kTileColumns, &odd, sizeof(odd));
+      const auto pairs_of_columns = LoadVector<U32x16>(from + p * kTileColumns);
+      StoreVector(to, LowWords(pairs_of_columns));
+      StoreVector(to + kTileColumns, HighWords(pairs_of_columns));
     }
   }
 }

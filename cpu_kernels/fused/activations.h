@@ -27,18 +27,7 @@ MOESAIC_INLINE F32x16 RoughExp2(F32x16 t) {
 }
 
 /// x kept in [-bound, bound]; NaN passes through.
-MOESAIC_INLINE F32x16 Clamp(F32x16 x, float bound) {
-#if defined(__AVX512F__)
-  const __m512 below = _mm512_min_ps(_mm512_set1_ps(bound), (__m512)x);  // the second operand where one is NaN
-  return (F32x16)_mm512_max_ps(_mm512_set1_ps(-bound), below);
-#else
-  return InParts(x, [bound](NativeF32 v) MOESAIC_INLINE_LAMBDA {
-    const NativeF32 high = NativeF32{} + bound;
-    v = v > high ? high : v;
-    return v < -high ? -high : v;
-  });
-#endif
-}
+MOESAIC_INLINE F32x16 Clamp(F32x16 x, float bound) { return Larger(Broadcast(-bound), Smaller(Broadcast(bound), x)); }
 
 /// erf(x / sqrt(2)) within 3.2e-7, and exactly 1 from 5.2 on: x times a polynomial of degree 14 in u = 2 (x / 5.2)^2 - 1,
 /// fitted to least maximal error (Lawson's iteration on Chebyshev nodes) to erf + 2e-7 (x / 5.2)^12, which the last clamp takes

@@ -37,9 +37,9 @@ MOESAIC_INLINE F32x16 SumsOf(const F32x16 (&v)[16]) {
   }
   return (F32x16)(_mm512_shuffle_ps(eighth[0], eighth[1], 0x44) + _mm512_shuffle_ps(eighth[0], eighth[1], 0xee));
 #else
-  F32x16 sums;
-  for (int n = 0; n < 16; ++n) sums[n] = SumOf(v[n]);
-  return sums;
+  float sums[16];
+  for (int n = 0; n < 16; ++n) sums[n] = SumOfLanes(v[n]);
+  return LoadF32(sums);
 #endif
 }
 
@@ -90,9 +90,9 @@ inline void PowersOf(const AttendFewArgs& args, std::int64_t row, float* scores)
     if (args.bias != nullptr) score += Load(args.bias + s, args.keys - s < 16 ? args.keys - s : 16);
     score = Select(LanesBelow(seen - s), score, Broadcast(-kInfinity));
     StoreF32(scores + s, score);
-    largest = LargerOf(score, largest);
+    largest = Larger(score, largest);
   }
-  const float most = LargestOf(largest), shift = most == -kInfinity ? 0.0f : most;
+  const float most = LargestOfLanes(largest), shift = most == -kInfinity ? 0.0f : most;
   F32x16 sum{};
   for (std::int64_t s = 0; s < args.keys; s += 16) {
     const F32x16 power = RoughExp2(LoadF32(scores + s) - Broadcast(shift));
@@ -100,7 +100,7 @@ inline void PowersOf(const AttendFewArgs& args, std::int64_t row, float* scores)
     sum += power;
   }
   args.most[row] = most;
-  args.sums[row] = SumOf(sum);
+  args.sums[row] = SumOfLanes(sum);
 }
 
 /// Powers times values, of kRows queries and kBlocks blocks of 32 numbers from d on.
@@ -167,7 +167,7 @@ inline void MergeAttended(const MergeAttendedArgs& args) {
     float total = 0.0f;
     for (std::int64_t p = 0; p < args.parts; ++p) {
       float& of_part = args.most[p * args.rows + r];
-      of_part = RoughExp2(Broadcast(of_part - most))[0];  // the part's weight from here on
+      of_part = FirstLane(RoughExp2(Broadcast(of_part - most)));  // the part's weight from here on
       total += of_part * args.sums[p * args.rows + r];
     }
     const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
@@ -180,7 +180,7 @@ inline void MergeAttended(const MergeAttendedArgs& args) {
         sum.odd = MultiplyAdd(LoadF32(part + 16), weight, sum.odd);
       }
       const U16x32 line = NarrowEvenOdd({sum.even * inverse, sum.odd * inverse});
-      std::memcpy(args.to[r] + d, &line, sizeof(line));
+      StoreVector(args.to[r] + d, line);
     }
   }
 }

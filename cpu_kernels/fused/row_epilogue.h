@@ -118,7 +118,7 @@ MOESAIC_INLINE void Statistics(const RowEpilogueArgs& args, const EpilogueRows<T
   for (std::int64_t c = 0; c < whole; c += 16) fill(c, 16);
   if (whole < columns) fill(whole, columns - whole);
   for (int r = 0; r < kRows; ++r) {
-    const float total = SumOf(sums[r]);
+    const float total = SumOfLanes(sums[r]);
     at.mean[r] = centred ? total / count : 0.0f;
     at.inverse_std[r] = total;
     sums[r] = F32x16{};
@@ -132,15 +132,14 @@ MOESAIC_INLINE void Statistics(const RowEpilogueArgs& args, const EpilogueRows<T
     };
     for (std::int64_t c = 0; c < whole; c += 16) add(c, 16);
     if (whole < columns) add(whole, columns - whole);
-    for (int r = 0; r < kRows; ++r) at.inverse_std[r] = SumOf(sums[r]);
+    for (int r = 0; r < kRows; ++r) at.inverse_std[r] = SumOfLanes(sums[r]);
   }
   for (int r = 0; r < kRows; ++r) at.inverse_std[r] = 1.0f / __builtin_sqrtf(at.inverse_std[r] / count + args.epsilon);
 }
 
-MOESAIC_INLINE void StoreLine(float* to, F32x16 line, bool stream) { stream ? StreamF32(to, line) : StoreF32(to, line); }
-MOESAIC_INLINE void StoreLine(BFloat16* to, U16x32 line, bool stream) {
-  if (stream) return StreamLine(to, line);
-  std::memcpy(to, &line, sizeof(line));
+MOESAIC_INLINE void StoreLine(float* to, const F32x16& line, bool stream) { stream ? StreamF32(to, line) : StoreF32(to, line); }
+MOESAIC_INLINE void StoreLine(BFloat16* to, const U16x32& line, bool stream) {
+  stream ? StreamLine(to, line) : StoreVector(to, line);
 }
 
 /// values(first column, how many <= 16, F32x16 v[kRows]), to rows from `out` on; streamed, to one.
@@ -264,8 +263,8 @@ inline void NormBackwardOf(const NormBackwardArgs& args) {
       Store(args.d_beta + c, Load(args.d_beta + c, n) + d, n);
     });
     const auto count = static_cast<float>(columns);
-    const float mean = args.norm == Norm::kLayerNorm ? SumOf(sum) / count : 0.0f;
-    const float along = SumOf(product) / count, inverse_std = args.inverse_std[r];
+    const float mean = args.norm == Norm::kLayerNorm ? SumOfLanes(sum) / count : 0.0f;
+    const float along = SumOfLanes(product) / count, inverse_std = args.inverse_std[r];
     ForVectors(d_in, columns, false, [&](std::int64_t c, std::int64_t n, bool) MOESAIC_INLINE_LAMBDA {
       const F32x16 g = Load(d_out + c, n) * Load(args.gamma + c, n);
       Store(d_in + c, (g - Broadcast(mean) - Load(normalized + c, n) * Broadcast(along)) * Broadcast(inverse_std), n);

@@ -53,7 +53,7 @@ inline void SiluMulOf(const BFloat16* gate, const BFloat16* up, BFloat16* out, c
     const EvenOdd g = LoadEvenOdd(gate + c), u = LoadEvenOdd(up + c);
     const U16x32 z = NarrowEvenOdd({SiluTimes<BFloat16>(g.even, u.even), SiluTimes<BFloat16>(g.odd, u.odd)});
     if (stream) return StreamLine(out + c, z);
-    std::memcpy(out + c, &z, sizeof(z));
+    StoreVector(out + c, z);
   });
 }
 

@@ -14,13 +14,7 @@ struct ProbabilityAndGradient {
 };
 
 /// x where it is not above 0; NaN passes through.
-MOESAIC_INLINE F32x16 AtMostZero(F32x16 x) {
-#if defined(__AVX512F__)
-  return (F32x16)_mm512_min_ps(_mm512_setzero_ps(), (__m512)x);  // the second operand where one is NaN
-#else
-  return Select(Less(F32x16{}, x), F32x16{}, x);
-#endif
-}
+MOESAIC_INLINE F32x16 AtMostZero(const F32x16& x) { return Smaller(F32x16{}, x); }
 
 /// n <= 16 columns from c on, of the row with this x, d_probability and bias. The largest score came out of another product: it
 /// may be smaller than this one by a rounding, which is no small number where scores are huge.
@@ -55,15 +49,15 @@ MOESAIC_INLINE void StoreOperands(const SoftmaxGradArgs& args, std::int64_t row,
                                   const ProbabilityAndGradient& low, const ProbabilityAndGradient& high) {
   const std::int64_t place = row % kPanelRows * kTileColumns;
   const U16x32 probability = NarrowBoth(low.probability, high.probability), gradient = NarrowBoth(low.gradient, high.gradient);
-  std::memcpy(args.probability.Tile(row / kPanelRows, c / kTileColumns) + place, &probability, sizeof(probability));
-  std::memcpy(args.d_x.Tile(row / kPanelRows, c / kTileColumns) + place, &gradient, sizeof(gradient));
+  StoreVector(args.probability.Tile(row / kPanelRows, c / kTileColumns) + place, probability);
+  StoreVector(args.d_x.Tile(row / kPanelRows, c / kTileColumns) + place, gradient);
 }
 
 /// Sixteen columns of two rows, as a line of row pairs.
 MOESAIC_INLINE void StorePairs(const SoftmaxGradArgs& args, std::int64_t r, std::int64_t c, F32x16 even, F32x16 odd) {
   const U16x32 pairs = NarrowEvenOdd({even, odd});
   BFloat16* const tile = args.d_x_pairs.Tile(c / kPanelRows, r / kTileColumns);
-  std::memcpy(tile + r % kTileColumns / 2 * kTileColumns, &pairs, sizeof(pairs));
+  StoreVector(tile + r % kTileColumns / 2 * kTileColumns, pairs);
 }
 
 /// Two rows of keys and 32 columns at a time.
@@ -118,7 +112,7 @@ inline void RowDots(const RowDotsArgs& args) {
       const std::int64_t n = args.columns - c < 16 ? args.columns - c : 16;
       sum = sum + Load(a + c, n) * Load(b + c, n);
     }
-    args.out[r] = args.scale * SumOf(sum);
+    args.out[r] = args.scale * SumOfLanes(sum);
   }
 }
 

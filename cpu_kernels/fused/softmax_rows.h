@@ -10,25 +10,6 @@ namespace {
 
 using namespace moesaic;
 
-/// a, or b where a is not larger or NaN.
-MOESAIC_INLINE F32x16 LargerOf(F32x16 a, F32x16 b) {
-#if defined(__AVX512F__)
-  return (F32x16)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-  return Select(Less(b, a), a, b);
-#endif
-}
-
-/// The largest of sixteen values, but for NaN.
-MOESAIC_INLINE float LargestOf(F32x16 v) {
-  float x[16];
-  StoreF32(x, v);
-  for (int half = 8; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) x[i] = x[i + half] > x[i] ? x[i + half] : x[i];
-  }
-  return x[0];
-}
-
 /// scale x + bias, of n <= 16 columns from c on; without bias scale x / ln 2, an exponent of 2.
 template <bool kBiased>
 MOESAIC_INLINE F32x16 Scores(const SoftmaxRowsArgs& args, const float* x, std::int64_t c, std::int64_t n) {
@@ -52,14 +33,14 @@ inline float SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, std::int64_
   const std::int64_t whole = columns / 32 * 32, step = args.powers.column_stride * kTileElements;
   F32x16 largest[2] = {Broadcast(-kInfinity), Broadcast(-kInfinity)};
   for (std::int64_t c = 0; c < whole; c += 32) {
-    for (int i = 0; i < 2; ++i) largest[i] = LargerOf(Scores<kBiased>(args, x, c + 16 * i, 16), largest[i]);
+    for (int i = 0; i < 2; ++i) largest[i] = Larger(Scores<kBiased>(args, x, c + 16 * i, 16), largest[i]);
   }
   for (std::int64_t c = whole; c < columns; c += 16) {
     const std::int64_t n = columns - c < 16 ? columns - c : 16;
     const F32x16 scores = Scores<kBiased>(args, x, c, n);
-    largest[0] = LargerOf(Select(LanesBelow(n), scores, Broadcast(-kInfinity)), largest[0]);
+    largest[0] = Larger(Select(LanesBelow(n), scores, Broadcast(-kInfinity)), largest[0]);
   }
-  float most = LargestOf(LargerOf(largest[0], largest[1]));
+  float most = LargestOfLanes(Larger(largest[0], largest[1]));
   const bool nothing = most == -kInfinity;
   if (nothing) most = 0.0f;
   F32x16 sums[2] = {};
@@ -70,7 +51,7 @@ inline float SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, std::int64_
       sums[i] = sums[i] + powers[i];
     }
     const U16x32 line = NarrowBoth(powers[0], powers[1]);
-    std::memcpy(out, &line, sizeof(line));
+    StoreVector(out, line);
   }
   if (whole < columns) {
     F32x16 powers[2] = {};
@@ -80,11 +61,11 @@ inline float SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, std::int64_
       sums[i] = sums[i] + powers[i];
     }
     const U16x32 line = NarrowBoth(powers[0], powers[1]);
-    std::memcpy(out, &line, sizeof(line));
+    StoreVector(out, line);
     out += step;
   }
   for (std::int64_t c = RoundUp(columns, 32); c < args.columns; c += 32, out += step) std::memset(out, 0, 64);
-  const float sum = SumOf(sums[0] + sums[1]);
+  const float sum = SumOfLanes(sums[0] + sums[1]);
   inverse_sum = nothing && sum == sum ? 0.0f : 1.0f / sum;  // NaN passes through
   return most;
 }

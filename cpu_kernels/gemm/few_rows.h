@@ -42,12 +42,6 @@ inline constexpr int kRowsFetchedAhead = 2;
 /// One panel, of the gradient form.
 inline constexpr int kMostGradientRows = 16;
 
-MOESAIC_INLINE U32x16 LoadPairs(const BFloat16* p) {
-  U32x16 v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
-
 // ---- Direct ----
 
 using U64x8 = std::uint64_t __attribute__((vector_size(64)));
@@ -108,12 +102,12 @@ MOESAIC_INLINE U32x16 RepeatPart(const BFloat16* line) {
 #else
   if constexpr (kTokens > 1) {
     constexpr int kBytes = 64 / kTokens;
-    U32x16 v;
-    for (int i = 0; i < kTokens; ++i) std::memcpy(reinterpret_cast<char*>(&v) + i * kBytes, line, kBytes);
-    return v;
+    char parts[64];
+    for (int i = 0; i < kTokens; ++i) std::memcpy(parts + i * kBytes, line, kBytes);
+    return LoadVector<U32x16>(parts);
   }
 #endif
-  return LoadPairs(line);
+  return LoadVector<U32x16>(line);
 }
 
 /// Adds the products of kWeights rows of a run of stored tiles with kVectors vectors of activations to their sums.
@@ -142,7 +136,7 @@ MOESAIC_INLINE void MultiplyParts(const TileRun& run, const BFloat16* ahead, con
       ahead += kLines * kTileColumns;
       U32x16 right[kVectors];
 #pragma GCC unroll 3
-      for (int j = 0; j < kVectors; ++j) right[j] = LoadPairs(parts + (j * kTokens + q) * kTileColumns);
+      for (int j = 0; j < kVectors; ++j) right[j] = LoadVector<U32x16>(parts + (j * kTokens + q) * kTileColumns);
 #pragma GCC unroll 16
       for (int i = 0; i < kWeights; ++i) {
         const U32x16 left = RepeatPart<kTokens>(tile + i * kTileColumns + q * (kTileColumns / kTokens));
@@ -170,8 +164,7 @@ MOESAIC_INLINE F32x16 SumOfParts(const float* sums) {
 #pragma GCC unroll 4
     for (int i = 0; 2 * i < count; ++i) {
       const F32x16 a = x[2 * i], b = 2 * i + 1 < count ? x[2 * i + 1] : F32x16{};
-      x[i] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-             __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+      x[i] = SumsOfNeighbours(a, b);
     }
     count = (count + 1) / 2;
   }
@@ -252,8 +245,7 @@ struct SomeVectors : PartsOfRows<kTokens, kMost> {
     if constexpr (kRest > 0) {
       if (vectors == 1) return SumOfParts<kRest, 1>(sums);
       if (vectors == 2) {
-        return __builtin_shufflevector(SumOfParts<8, 1>(sums), SumOfParts<kRest, 1>(sums + 16), 0, 1, 2, 3, 4, 5, 6, 7, 16, 17,
-                                       18, 19, 20, 21, 22, 23);
+        return FirstEights(SumOfParts<8, 1>(sums), SumOfParts<kRest, 1>(sums + 16));
       }
     }
     if (vectors >= kCount) return SumOfParts<kTokens, kCount>(sums);
@@ -374,7 +366,7 @@ void FewRowsGradient(const GradientGemmArgs& args) {
         const BFloat16* left = segment.left.Tile(args.first_panel + p, 0);
         const BFloat16* right = segment.right.Tile(n, 0);
         for (std::int64_t k = 0; k < pairs; ++k) {
-          const U32x16 row = LoadPairs(right + k * kTileColumns);
+          const U32x16 row = LoadVector<U32x16>(right + k * kTileColumns);
 #pragma GCC unroll 16
           for (int i = 0; i < kPanelRows; ++i) {
             std::uint32_t pair;

@@ -89,17 +89,13 @@ struct OneDnnCell {
   static void UnpackRight(const BFloat16* tiles, std::int64_t stride, std::int64_t depth, Number* right) {
     for (std::int64_t t = 0; t < depth; ++t) {
       for (int p = 0; p < 16; ++p, right += 2 * kOneDnnColumns) {
-        U32x16 pairs;
-        std::memcpy(&pairs, tiles + t * stride + 32 * p, sizeof(pairs));
+        const auto pairs = LoadVector<U32x16>(tiles + t * stride + 32 * p);
         if constexpr (sizeof(Number) == sizeof(BFloat16)) {
-          const U16x16 first = __builtin_convertvector(pairs & 0xffffu, U16x16);
-          const U16x16 second = __builtin_convertvector(pairs >> 16, U16x16);
-          std::memcpy(right, &first, sizeof(first));
-          std::memcpy(right + kOneDnnColumns, &second, sizeof(second));
+          StoreVector(right, LowWords(pairs));
+          StoreVector(right + kOneDnnColumns, HighWords(pairs));
         } else {
-          const U32x16 first = pairs << 16, second = pairs & 0xffff0000u;
-          std::memcpy(right, &first, sizeof(first));
-          std::memcpy(right + kOneDnnColumns, &second, sizeof(second));
+          StoreVector(right, pairs << 16);
+          StoreVector(right + kOneDnnColumns, pairs & 0xffff0000u);
         }
       }
     }

@@ -24,17 +24,13 @@ namespace {
 
 /// Pairs of two neighbouring rows of a stored tile, of columns 0..15 and 16..31.
 MOESAIC_INLINE void InterleaveRows(const BFloat16* rows, U32x16& low, U32x16& high) {
-  U16x32 a, b;
-  std::memcpy(&a, rows, sizeof(a));
-  std::memcpy(&b, rows + kTileColumns, sizeof(b));
+  const auto a = LoadVector<U16x32>(rows), b = LoadVector<U16x32>(rows + kTileColumns);
 #if defined(__AVX512BW__)
   low = (U32x16)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
   high = (U32x16)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
 #else
-  low = (U32x16)__builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43, 16, 48, 17, 49, 18, 50,
-                                        19, 51, 24, 56, 25, 57, 26, 58, 27, 59);
-  high = (U32x16)__builtin_shufflevector(a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, 52, 21, 53, 22,
-                                         54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
+  low = (U32x16)InterleavedLows(a, b);
+  high = (U32x16)InterleavedHighs(a, b);
 #endif
 }
 

@@ -21,11 +21,8 @@ MOESAIC_INLINE F32x16 LoadLogits(const Float16* p) {
 #if defined(__AVX512F__)
   return (F32x16)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(__F16C__)
-  const __m256 halves[2] = {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
-                            _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
-  F32x16 v;
-  std::memcpy(&v, halves, sizeof(v));
-  return v;
+  return {(NativeF32)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          (NativeF32)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 #else
   float values[16];
   for (int i = 0; i < 16; ++i) values[i] = ToFloat(p[i]);
@@ -58,64 +55,13 @@ MOESAIC_INLINE F32x16 LoadLogitsAt(const T* p, std::int64_t i, std::int64_t left
   return 16 * i < left ? LoadLogitsPart(p + 16 * i, left - 16 * i) : Broadcast(-kInfinity);
 }
 
-/// Lane by lane; of a NaN and a number the number or the NaN.
-MOESAIC_INLINE F32x16 Larger(F32x16 a, F32x16 b) {
-#if defined(__AVX512F__)
-  return (F32x16)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-  float x[16], y[16];
-  std::memcpy(x, &a, sizeof(a));
-  std::memcpy(y, &b, sizeof(b));
-  for (int i = 0; i < 16; ++i) x[i] = x[i] > y[i] ? x[i] : y[i];
-  return LoadF32(x);
-#endif
-}
-
 /// sum + weight where x > high, and sum elsewhere.
 MOESAIC_INLINE F32x16 AddAbove(F32x16 sum, F32x16 x, F32x16 high, F32x16 weight) {
 #if defined(__AVX512F__)
   const __mmask16 above = _mm512_cmp_ps_mask((__m512)x, (__m512)high, _CMP_GT_OQ);
   return (F32x16)_mm512_mask_add_ps((__m512)sum, above, (__m512)sum, (__m512)weight);
 #else
-  float v[16], most[16], w[16];
-  std::memcpy(v, &x, sizeof(x));
-  std::memcpy(most, &high, sizeof(high));
-  std::memcpy(w, &weight, sizeof(weight));
-  for (int i = 0; i < 16; ++i) w[i] = v[i] > most[i] ? w[i] : 0.0f;
-  return sum + LoadF32(w);
-#endif
-}
-
-/// The lanes combined in one order, whatever the instruction set: those 8 apart, then 4, 2, 1.
-MOESAIC_INLINE float SumOfLanes(F32x16 v) {
-#if defined(__AVX512DQ__)
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-#else
-  float x[16];
-  std::memcpy(x, &v, sizeof(v));
-  for (int step = 8; step > 0; step /= 2) {
-    for (int i = 0; i < step; ++i) x[i] += x[i + step];
-  }
-  return x[0];
-#endif
-}
-
-MOESAIC_INLINE float LargestOfLanes(F32x16 v) {
-#if defined(__AVX512DQ__)
-  const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
-  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
-#else
-  float x[16];
-  std::memcpy(x, &v, sizeof(v));
-  for (int step = 8; step > 0; step /= 2) {
-    for (int i = 0; i < step; ++i) x[i] = x[i] > x[i + step] ? x[i] : x[i + step];
-  }
-  return x[0];
+  return sum + (F32x16)((I32x16)weight & Less(high, x));
 #endif
 }
 
@@ -137,19 +83,10 @@ class Power {
     const __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
     return (F32x16)_mm512_add_epi32((__m512i)PowerOfTwo((F32x16)r), power);
 #else
-    float x[16], n[16];
-    std::uint32_t scale[16];
-    std::memcpy(x, &d, sizeof(d));
-    for (int i = 0; i < 16; ++i) {
-      const float y = x[i] < least_ ? least_ : x[i];
-      const float shifted = y * c_ + kMagic;
-      scale[i] = (__builtin_bit_cast(std::uint32_t, shifted) + 127u) << 23;
-      n[i] = shifted - kMagic;
-      x[i] = (y * c_ - n[i]) + y * c_low_;
-    }
-    F32x16 factor;
-    std::memcpy(&factor, scale, sizeof(factor));
-    return PowerOfTwo(LoadF32(x)) * factor;
+    const F32x16 y = Larger(Broadcast(least_), d);  // keeps a NaN
+    const F32x16 shifted = y * c_ + kMagic, n = shifted - kMagic;
+    const auto scale = (F32x16)(((U32x16)shifted + 127u) << 23);
+    return PowerOfTwo((y * c_ - n) + y * c_low_) * scale;
 #endif
   }
 
@@ -186,18 +123,9 @@ class CoarsePower {
     const __m512 r = _mm512_fmsub_ps(y, c, _mm512_sub_ps(shifted, magic));
     return (F32x16)_mm512_add_epi32((__m512i)PowerOfTwo((F32x16)r), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23));
 #else
-    float v[16];
-    std::uint32_t scale[16];
-    std::memcpy(v, &x, sizeof(x));
-    for (int i = 0; i < 16; ++i) {
-      const float y = (v[i] < least_ ? least_ : v[i]) * c_;
-      const float shifted = y + magic_;
-      scale[i] = (__builtin_bit_cast(std::uint32_t, shifted) + 127u) << 23;
-      v[i] = y - (shifted - magic_);
-    }
-    F32x16 factor;
-    std::memcpy(&factor, scale, sizeof(factor));
-    return PowerOfTwo(LoadF32(v)) * factor;
+    const F32x16 y = Larger(Broadcast(least_), x) * c_;  // keeps a NaN
+    const F32x16 shifted = y + magic_;
+    return PowerOfTwo(y - (shifted - magic_)) * (F32x16)(((U32x16)shifted + 127u) << 23);
 #endif
   }
 

@@ -28,34 +28,19 @@ struct NanWatch {
   MOESAIC_INLINE void Look(F32x16 v, F32x16 w) { found |= _mm512_cmp_ps_mask((__m512)v, (__m512)w, _CMP_UNORD_Q); }
   MOESAIC_INLINE bool Found() const { return found != 0; }
 #else
-  std::uint32_t found[16] = {};
-  MOESAIC_INLINE void Look(F32x16 v, F32x16 w) {
-    std::uint32_t bits[32];
-    std::memcpy(bits, &v, sizeof(v));
-    std::memcpy(bits + 16, &w, sizeof(w));
-    for (int i = 0; i < 32; ++i) found[i % 16] |= (bits[i] & 0x7fffffffu) > 0x7f800000u ? 1u : 0u;
-  }
-  MOESAIC_INLINE bool Found() const {
-    std::uint32_t any = 0;
-    for (int i = 0; i < 16; ++i) any |= found[i];
-    return any != 0;
-  }
+  I32x16 found{};
+  MOESAIC_INLINE void Look(const F32x16& v, const F32x16& w) { found = found | IsNan(v) | IsNan(w); }
+  MOESAIC_INLINE bool Found() const { return BitsOf(found) != 0; }
 #endif
 };
 
 /// Bit i: low <= x[i] <= high.
-MOESAIC_INLINE std::uint16_t Inside(F32x16 x, F32x16 low, F32x16 high) {
+MOESAIC_INLINE std::uint16_t Inside(const F32x16& x, const F32x16& low, const F32x16& high) {
 #if defined(__AVX512F__)
   const __mmask16 reach = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_GE_OQ);
   return _mm512_mask_cmp_ps_mask(reach, (__m512)x, (__m512)high, _CMP_LE_OQ);
 #else
-  float v[16], least[16], most[16];
-  std::memcpy(v, &x, sizeof(x));
-  std::memcpy(least, &low, sizeof(low));
-  std::memcpy(most, &high, sizeof(high));
-  std::uint32_t inside = 0;
-  for (int i = 0; i < 16; ++i) inside |= ((v[i] >= least[i] ? 1u : 0u) & (v[i] <= most[i] ? 1u : 0u)) << i;
-  return static_cast<std::uint16_t>(inside);
+  return static_cast<std::uint16_t>(BitsOf(AtMost(low, x) & AtMost(x, high)));
 #endif
 }
 
