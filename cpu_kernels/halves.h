@@ -90,6 +90,19 @@ template <class A, class B>
 MOESAIC_INLINE auto operator|(const A& a, const B& b) {
   return Halves{LowOf(a) | LowOf(b), HighOf(a) | HighOf(b)};
 }
+/// Comparisons give masks.
+template <class V>
+MOESAIC_INLINE auto operator<(const Halves<V>& a, const Halves<V>& b) {
+  return Halves{a.low < b.low, a.high < b.high};
+}
+template <class V>
+MOESAIC_INLINE auto operator<=(const Halves<V>& a, const Halves<V>& b) {
+  return Halves{a.low <= b.low, a.high <= b.high};
+}
+template <class V>
+MOESAIC_INLINE auto operator!=(const Halves<V>& a, const Halves<V>& b) {
+  return Halves{a.low != b.low, a.high != b.high};
+}
 template <class V>
 MOESAIC_INLINE Halves<V> operator<<(const Halves<V>& a, int bits) {
   return {a.low << bits, a.high << bits};

@@ -60,22 +60,17 @@ using U16x32 = Halves<U16x16>;
 MOESAIC_INLINE NativeU32 RoundToHigh(NativeF32 v) {
   const auto bits = (NativeU32)v;
   const NativeU32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+#if defined(__AVX512F__)
+  const __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+  return (NativeU32)_mm512_mask_or_epi32((__m512i)rounded, is_nan, (__m512i)bits, _mm512_set1_epi32(0x400000));
+#else
   const auto is_nan = (NativeU32)(v != v);
   return (rounded & ~is_nan) | ((bits | 0x400000u) & is_nan);
+#endif
 }
 template <class V>
 MOESAIC_INLINE auto RoundToHigh(const Halves<V>& v) {
   return Halves{RoundToHigh(v.low), RoundToHigh(v.high)};
-}
-#endif
-
-#if defined(__AVX512F__)
-/// The same for sixteen at once.
-MOESAIC_INLINE __m512i RoundedToHigh(__m512 v) {
-  const __m512i bits = _mm512_castps_si512(v);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-  return _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x400000));
 }
 #endif
 
@@ -125,8 +120,6 @@ MOESAIC_INLINE U16x16 LowWords(const U32x16& pairs) { return HighWords(pairs << 
 MOESAIC_INLINE U16x16 NarrowToBf16(const F32x16& v) {
 #if defined(__AVX512BF16__)
   return (U16x16)_mm512_cvtneps_pbh((__m512)v);
-#elif defined(__AVX512F__)
-  return HighWords((U32x16)RoundedToHigh((__m512)v));
 #else
   return HighWords(RoundToHigh(v));
 #endif
@@ -220,9 +213,9 @@ MOESAIC_INLINE U16x32 NarrowPairs(const F32x16& first, const F32x16& second) {
 #if defined(__AVX512BF16__)
   return InterleaveHalves(NarrowBoth(first, second));
 #elif defined(__AVX512F__)
-  const __m512i low = RoundedToHigh((__m512)first), high = RoundedToHigh((__m512)second);
   // Bits of `high` in the upper halves, of `low` in the others.
-  return (U16x32)_mm512_ternarylogic_epi32(_mm512_set1_epi32(-65536), high, _mm512_srli_epi32(low, 16), 0xca);
+  const auto low = (__m512i)(RoundToHigh(first) >> 16), high = (__m512i)RoundToHigh(second);
+  return (U16x32)_mm512_ternarylogic_epi32(_mm512_set1_epi32(-65536), high, low, 0xca);
 #else
   return (U16x32)((RoundToHigh(first) >> 16) | (RoundToHigh(second) & 0xffff0000u));
 #endif
@@ -261,25 +254,6 @@ MOESAIC_INLINE void StreamFence() {
 }
 
 MOESAIC_INLINE bool IsAligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 64 == 0; }
-
-MOESAIC_INLINE NativeI32 Less(NativeF32 a, NativeF32 b) { return a < b; }
-MOESAIC_INLINE NativeI32 Less(NativeI32 a, NativeI32 b) { return a < b; }
-template <class V>
-MOESAIC_INLINE auto Less(const Halves<V>& a, const Halves<V>& b) {
-  return Halves{Less(a.low, b.low), Less(a.high, b.high)};
-}
-
-MOESAIC_INLINE NativeI32 AtMost(NativeF32 a, NativeF32 b) { return a <= b; }
-template <class V>
-MOESAIC_INLINE auto AtMost(const Halves<V>& a, const Halves<V>& b) {
-  return Halves{AtMost(a.low, b.low), AtMost(a.high, b.high)};
-}
-
-MOESAIC_INLINE NativeI32 IsNan(NativeF32 v) { return v != v; }
-template <class V>
-MOESAIC_INLINE auto IsNan(const Halves<V>& v) {
-  return Halves{IsNan(v.low), IsNan(v.high)};
-}
 
 #if !defined(__AVX512F__)
 /// Bit i: whether lane i of a mask is set.
@@ -335,7 +309,7 @@ MOESAIC_INLINE Halves<V> Smaller(const Halves<V>& a, const Halves<V>& b) {
 /// Of sixteen lanes the first n.
 MOESAIC_INLINE I32x16 LanesBelow(std::int64_t n) {
   alignas(64) static constexpr std::int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return Less(LoadVector<I32x16>(kLanes), I32x16{} + static_cast<std::int32_t>(n));
+  return LoadVector<I32x16>(kLanes) < I32x16{} + static_cast<std::int32_t>(n);
 }
 
 /// f of each part of x that is a vector of the machine.
@@ -483,136 +457,6 @@ MOESAIC_INLINE F32x16 Sigmoid(F32x16 x) {
 #else
   return InParts(x, [](NativeF32 v) MOESAIC_INLINE_LAMBDA { return 1.0f / (1.0f + NativeExp(-v)); });
 #endif
-}
-
-#if !defined(__AVX512F__)
-/// columns[j][i] = rows[i][j] for 8 x 8 dwords in rows `pitch` dwords apart.
-MOESAIC_INLINE void LoadTransposed(const float* rows, std::int64_t pitch, U32x8 (&columns)[8]) {
-  U32x8 r[8], t[8];
-  for (int i = 0; i < 8; ++i) std::memcpy(&r[i], rows + pitch * i, sizeof(r[i]));
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-    t[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    for (int k = 0; k < 2; ++k) {
-      r[i + 2 * k] = __builtin_shufflevector(t[i + k], t[i + 2 + k], 0, 1, 8, 9, 4, 5, 12, 13);
-      r[i + 2 * k + 1] = __builtin_shufflevector(t[i + k], t[i + 2 + k], 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-  }
-  for (int i = 0; i < 4; ++i) {
-    columns[i] = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    columns[i + 4] = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-  }
-}
-#endif
-
-#if defined(__AVX512F__)
-/// out[j][i] = r[i][j] of 16 x 16 dwords; `r` is overwritten.
-MOESAIC_INLINE void StoreTransposed(__m512i (&r)[16], float* out, std::int64_t out_pitch) {
-  __m512i t[16];
-  for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    _mm512_storeu_si512(out + out_pitch * i, _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88));
-    _mm512_storeu_si512(out + out_pitch * (4 + i), _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88));
-    _mm512_storeu_si512(out + out_pitch * (8 + i), _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd));
-    _mm512_storeu_si512(out + out_pitch * (12 + i), _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd));
-  }
-}
-#endif
-
-/// Transposes 16 x 16 floats: out[j][i] = in[i][j]; rows are `in_pitch` and `out_pitch` floats apart. In place where these are
-/// equal.
-inline void Transpose16x16(const float* in, std::int64_t in_pitch, float* out, std::int64_t out_pitch) {
-#if defined(__AVX512F__)
-  __m512i r[16];
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(in + in_pitch * i);
-  StoreTransposed(r, out, out_pitch);
-#else
-  for (int i = 0; i < 16; i += 8) {
-    for (int j = 0; j <= i; j += 8) {
-      U32x8 block[8], mirrored[8];
-      LoadTransposed(in + in_pitch * i + j, in_pitch, block);
-      LoadTransposed(in + in_pitch * j + i, in_pitch, mirrored);
-      for (int k = 0; k < 8; ++k) {
-        std::memcpy(out + out_pitch * (j + k) + i, &block[k], sizeof(block[k]));
-        std::memcpy(out + out_pitch * (i + k) + j, &mirrored[k], sizeof(mirrored[k]));
-      }
-    }
-  }
-#endif
-}
-
-#if defined(__AVX512F__)
-/// rows[r][c] = in[c * pitch + r] for eight rows of 16 columns.
-MOESAIC_INLINE void LoadEightTransposed(const float* in, std::int64_t pitch, F32x16 (&rows)[8]) {
-  // Lanes of z[c]: rows 0 to 3 and 4 to 7 of column c, then of column c + 8.
-  __m512 z[8];
-  for (int c = 0; c < 8; ++c) {
-    const __m512d low = _mm512_castps_pd(_mm512_castps256_ps512(_mm256_loadu_ps(in + pitch * c)));
-    z[c] = _mm512_castpd_ps(_mm512_insertf64x4(low, _mm256_castps_pd(_mm256_loadu_ps(in + pitch * (c + 8))), 1));
-  }
-  __m512d quad[8];  // lanes of quad[h + r]: row r and row 4 + r of columns h to h + 3, then of h + 8 to h + 11
-  for (int h = 0; h < 8; h += 4) {
-    const auto ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(z[h], z[h + 1]));
-    const auto ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(z[h], z[h + 1]));
-    const auto cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(z[h + 2], z[h + 3]));
-    const auto cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(z[h + 2], z[h + 3]));
-    quad[h] = _mm512_unpacklo_pd(ab_low, cd_low);
-    quad[h + 1] = _mm512_unpackhi_pd(ab_low, cd_low);
-    quad[h + 2] = _mm512_unpacklo_pd(ab_high, cd_high);
-    quad[h + 3] = _mm512_unpackhi_pd(ab_high, cd_high);
-  }
-  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-  for (int r = 0; r < 4; ++r) {
-    rows[r] = (F32x16)_mm512_permutex2var_pd(quad[r], low, quad[4 + r]);
-    rows[4 + r] = (F32x16)_mm512_permutex2var_pd(quad[r], high, quad[4 + r]);
-  }
-}
-#endif
-
-/// The same for dwords in rows of 64 bytes.
-inline void Transpose16x16(const BFloat16* in, BFloat16* out) {
-  Transpose16x16(reinterpret_cast<const float*>(in), 16, reinterpret_cast<float*>(out), 16);
-}
-
-/// Interleaves rows (0, 1), (2, 3), ... of a stored tile: row p of `low` holds the pairs of rows 2p and 2p + 1 for columns
-/// 0..15, `high` for columns 16..31. This is the right factor of a product over the tile's rows.
-template <int kPairs>
-MOESAIC_INLINE void InterleaveRowPairs(const BFloat16* rows, BFloat16* low, BFloat16* high) {
-  for (int p = 0; p < kPairs; ++p) {
-    const BFloat16* first = rows + 64 * p;
-    BFloat16* to_low = low + 32 * p;
-    BFloat16* to_high = high + 32 * p;
-#if defined(__AVX512BW__)
-    const __m512i x = _mm512_load_si512(first);
-    const __m512i y = _mm512_load_si512(first + 32);
-    _mm512_store_si512(to_low, _mm512_unpacklo_epi16(x, y));
-    _mm512_store_si512(to_high, _mm512_unpackhi_epi16(x, y));
-#else
-    for (int lane = 0; lane < 32; lane += 8) {
-      const __m128i x = _mm_load_si128(reinterpret_cast<const __m128i*>(first + lane));
-      const __m128i y = _mm_load_si128(reinterpret_cast<const __m128i*>(first + 32 + lane));
-      _mm_store_si128(reinterpret_cast<__m128i*>(to_low + lane), _mm_unpacklo_epi16(x, y));
-      _mm_store_si128(reinterpret_cast<__m128i*>(to_high + lane), _mm_unpackhi_epi16(x, y));
-    }
-#endif
-  }
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/native_vectors.h"
+#include "cpu_kernels/transpose.h"
 
 namespace {
 

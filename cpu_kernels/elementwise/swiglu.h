@@ -6,6 +6,7 @@
 
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/simd.h"
+#include "cpu_kernels/transpose.h"
 
 namespace {
 

@@ -7,6 +7,7 @@
 
 #include "cpu_kernels/fused/fused_kernels.h"
 #include "cpu_kernels/native_vectors.h"
+#include "cpu_kernels/transpose.h"
 
 namespace {
 

@@ -7,6 +7,7 @@
 
 #include "cpu_kernels/fused/activations.h"
 #include "cpu_kernels/fused/rows.h"
+#include "cpu_kernels/transpose.h"
 
 namespace {
 

@@ -17,6 +17,7 @@
 #include "cpu_kernels/gemm/direct_gemm.h"
 #include "cpu_kernels/gemm/register_unpack.h"
 #include "cpu_kernels/simd.h"
+#include "cpu_kernels/transpose.h"
 
 namespace {
 

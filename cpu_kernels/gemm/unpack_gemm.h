@@ -9,6 +9,7 @@
 #include "cpu_kernels/gemm/cell.h"
 #include "cpu_kernels/gemm/unpack_stream.h"
 #include "cpu_kernels/simd.h"
+#include "cpu_kernels/transpose.h"
 
 namespace {
 

@@ -89,7 +89,7 @@ inline TopPEstimate EstimateTopP(const TopPEstimateArgs& args) {
   F32x16 most = Broadcast(-kInfinity), least = most, count{};  // least: of -x
   for (std::int64_t i = 0; i < kSamplingSample; i += 16) {
     const F32x16 x = LoadF32(sample.values + i);
-    const I32x16 is_finite = Less(Broadcast(-kInfinity), x) & Less(x, Broadcast(kInfinity));
+    const I32x16 is_finite = (Broadcast(-kInfinity) < x) & (x < Broadcast(kInfinity));
     const F32x16 counted = Select(is_finite, x, Broadcast(-kInfinity));
     most = Larger(most, counted);
     least = Larger(least, Select(is_finite, -x, Broadcast(-kInfinity)));

@@ -61,7 +61,7 @@ MOESAIC_INLINE F32x16 AddAbove(F32x16 sum, F32x16 x, F32x16 high, F32x16 weight)
   const __mmask16 above = _mm512_cmp_ps_mask((__m512)x, (__m512)high, _CMP_GT_OQ);
   return (F32x16)_mm512_mask_add_ps((__m512)sum, above, (__m512)sum, (__m512)weight);
 #else
-  return sum + (F32x16)((I32x16)weight & Less(high, x));
+  return sum + (F32x16)((I32x16)weight & (high < x));
 #endif
 }
 

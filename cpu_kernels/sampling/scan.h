@@ -29,7 +29,7 @@ struct NanWatch {
   MOESAIC_INLINE bool Found() const { return found != 0; }
 #else
   I32x16 found{};
-  MOESAIC_INLINE void Look(const F32x16& v, const F32x16& w) { found = found | IsNan(v) | IsNan(w); }
+  MOESAIC_INLINE void Look(const F32x16& v, const F32x16& w) { found = found | (v != v) | (w != w); }
   MOESAIC_INLINE bool Found() const { return BitsOf(found) != 0; }
 #endif
 };
@@ -40,7 +40,7 @@ MOESAIC_INLINE std::uint16_t Inside(const F32x16& x, const F32x16& low, const F3
   const __mmask16 reach = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_GE_OQ);
   return _mm512_mask_cmp_ps_mask(reach, (__m512)x, (__m512)high, _CMP_LE_OQ);
 #else
-  return static_cast<std::uint16_t>(BitsOf(AtMost(low, x) & AtMost(x, high)));
+  return static_cast<std::uint16_t>(BitsOf((low <= x) & (x <= high)));
 #endif
 }
 
