@@ -10,6 +10,8 @@ from trl import SFTConfig, SFTTrainer
 
 import moesaic.hf
 
+if len(sys.argv) != 4:
+    sys.exit(__doc__)
 name, text, out = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
 print(moesaic.hf.prepare(model))  # the one line that moesaic needs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
@@ -287,6 +288,8 @@ def test_attention_of_a_decoder_with_a_cache(padded: bool, prompt: int, engine_a
     mask = torch.ones_like(ids)
     if padded:
         mask[1, :4] = 0
+    # As transformers has it from 5.24 on, and before.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     logits: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for way in ("exact", "stock", "fused"):
@@ -298,8 +301,8 @@ def test_attention_of_a_decoder_with_a_cache(padded: bool, prompt: int, engine_a
             cache, steps = None, []
             for begin, end in [(0, prompt), *((n, n + 1) for n in range(prompt, prompt + 4))]:
                 given = {"attention_mask": mask[:, :end]} if padded else {}
-                step = model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, **given)
-                cache = step.past_key_values
+                step = model(input_ids=ids[:, begin:end], **{name: cache}, use_cache=True, **given)
+                cache = step[name]
                 steps.append(step.logits[:, -1])
             logits[way] = torch.stack(steps)
     assert engine_attention.count(torch.Size([8, 1, 32])) == 2 * 4
