@@ -21,7 +21,7 @@ inline constexpr std::int64_t kMaxChunkRows = 384;
 /// about 6.5 MiB, so that every thread can have one in flight; but 192, below which the weights would be read from memory more
 /// often than arithmetic can hide, as long as those take at most 33 MiB. Half as many again are still one chunk, for two would
 /// read the weights twice. (16 AMX threads, 128 rows an expert on average, H 4,096, I 14,336: chunks of at most 128 rows, in
-/// which half of the experts had two, took 1.15 times as long; with 256 rows 1.3 to 1.6 times. docs/EXPERIMENTS.md)
+/// which half of the experts had two, took 1.15 times as long; with 256 rows 1.3 to 1.6 times. docs/experiments)
 std::int64_t ChunkRows(std::int64_t rows, std::int64_t hidden, std::int64_t intermediate);
 
 /// A call of the layer, as far as its blocking depends on it.
@@ -56,7 +56,7 @@ std::int64_t PartsForThreads(std::int64_t pieces, int threads, std::int64_t task
 
 /// Jobs a thread from which on they are not cut but for the last ones, and tasks a thread in each stage of fewer, which waits
 /// for the last task of the one before; less than that where pieces are too large. (20 to 32 experts on 16 threads, which are
-/// not equally fast: with three tasks a thread forward takes 1.07 to 1.16 times as long. docs/EXPERIMENTS.md)
+/// not equally fast: with three tasks a thread forward takes 1.07 to 1.16 times as long. docs/experiments)
 inline constexpr std::int64_t kWholeJobsOfThread = 3, kLayerTasksOfThread = 12;
 
 /// Parts into which the stages of a job with so many of all rows are cut at least, so that each is at most half of what a
@@ -65,7 +65,7 @@ std::int64_t PartsOfLongJob(std::int64_t rows, std::int64_t all_rows, int thread
 
 /// Parameters of adapters, or of their gradients, that make a task, of so many that a call packs or writes: three tasks for
 /// each thread, of 64 K at most, some 25 us of one core's share of the memory's bandwidth, and of 16 K at least. (With 64 K
-/// always, and what else changed with it, small layers took 1.03 to 1.07 of the time on 16 threads: docs/EXPERIMENTS.md.)
+/// always, and what else changed with it, small layers took 1.03 to 1.07 of the time on 16 threads: docs/experiments.)
 std::int64_t LoraTaskElements(std::int64_t parameters, int threads);
 
 /// Rows of I in the smallest task, and in one partial sum of the routing weights' gradient.
@@ -77,7 +77,7 @@ inline constexpr std::int64_t kMostStepBytes = std::int64_t{512} << 10;
 /// Blocking::blocks_per_step for jobs of so many rows: as many as have 64 KB of sums, and 4 at most. With slices of the
 /// contraction 256 KB: a slice of the activations stays in L2 while all blocks pass by. And 512 KB and 8, where the activations
 /// are more than a quarter of L2, for each step brings them all once more. (16 AMX threads, H 4,096, 128 rows: with half of
-/// both up to a tenth longer. docs/EXPERIMENTS.md)
+/// both up to a tenth longer. docs/experiments)
 std::int64_t StepBlocks(bool matrix_unit, std::int64_t rows, std::int64_t hidden, std::int64_t l2_bytes);
 
 /// Blocking::gradient_columns, and bytes of their row pairs, at most.
@@ -102,7 +102,7 @@ Blocking ChooseBlocking(const BlockingQuery& query);
 
 /// Of so many units of I, those in a part where there are `parts`, >= 1: rounded down, so that there may be up to twice as many
 /// parts. Likewise of so many tile columns of H: a multiple of 8, or all. (Rounded up, 8 experts on 16 threads had two thirds
-/// of the tasks that were asked for, and took up to 5% longer: docs/EXPERIMENTS.md.)
+/// of the tasks that were asked for, and took up to 5% longer: docs/experiments.)
 std::int64_t UnitsOfPart(std::int64_t units, std::int64_t parts);
 std::int64_t ColumnsOfPart(std::int64_t columns, std::int64_t parts);
 

@@ -30,7 +30,7 @@ constexpr std::int64_t kSlicesDepth = 1024;
 constexpr std::int64_t kMostBlockRows = 128, kMostUnpackRows = 256;
 
 /// The last blocks are divided by columns too where a part of one still has so many multiply-adds and columns, up to so many
-/// parts: many times as long as waking and packing take. (docs/EXPERIMENTS.md, "The last blocks by columns")
+/// parts: many times as long as waking and packing take. (docs/experiments, "The last blocks by columns")
 constexpr std::int64_t kLeastPartWork = 40'000'000, kLeastPartColumns = 384, kMostParts = 4;
 
 /// How the rows and columns of a result are divided into tasks. Changes no bit.

@@ -447,7 +447,7 @@ def test_rates_that_come_with_the_package(tmp_path: Path, monkeypatch: pytest.Mo
     assert LayerRates.of(MACHINE, 16).pack == 0.5 and LayerRates.of(MACHINE, 8).pack == shipped.pack
 
 
-# (experts, H, I, k, rank, tokens, routing, forward ms, backward ms): the AMX host of docs/EXPERIMENTS.md; its shipped
+# (experts, H, I, k, rank, tokens, routing, forward ms, backward ms): the AMX host of docs/experiments; its shipped
 # rates were fitted to other rows of that table. Mixtral's row is not among these: docs/PREDICTIONS.md tells why.
 @pytest.mark.parametrize(
     ("sizes", "tokens", "routing", "forward_ms", "backward_ms"),
