@@ -448,7 +448,7 @@ def test_rates_that_come_with_the_package(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # (experts, H, I, k, rank, tokens, routing, forward ms, backward ms): the AMX host of docs/experiments; its shipped
-# rates were fitted to other rows of that table. Mixtral's row is not among these: docs/PREDICTIONS.md tells why.
+# rates were fitted to other rows of that table. Mixtral's row is not among these: docs/predictions tells why.
 @pytest.mark.parametrize(
     ("sizes", "tokens", "routing", "forward_ms", "backward_ms"),
     [

@@ -128,7 +128,7 @@ class LayerRates:
             direct_stream=0.9,
             unpack_stream=1.0,
             cache=1.0,
-            cache_filled=0.2,  # as pack_job: a 16-core AMX host (docs/PREDICTIONS.md)
+            cache_filled=0.2,  # as pack_job: a 16-core AMX host (docs/predictions)
             # A matrix unit's layers unpack while they wait for weights: calibrations found 0 to 0.16 (16 AMX threads).
             packing=0.1 if figures["unpack_overlaps"] else 0.75 / figures["unpack_factor"],
             low=4.0,
