@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "cpu_kernels/bfloat16.h"
@@ -112,7 +111,7 @@ template <class V>
 MOESAIC_INLINE Halves<V> MultiplyAdd(const Halves<V>& a, const Halves<V>& b, const Halves<V>& c) {
   return {MultiplyAdd(a.low, b.low, c.low), MultiplyAdd(a.high, b.high, c.high)};
 }
-/// x in every lane. (0 + x would be an addition, for it turns -0 into 0; x - 0 is none.)
+/// x in every lane, as Broadcast.
 MOESAIC_INLINE NativeF32 InAllLanes(float x) { return x - NativeF32{}; }
 
 }  // namespace

@@ -82,7 +82,7 @@ MOESAIC_INLINE void StoreF32(float* p, const F32x16& v) { StoreVector(p, v); }
 MOESAIC_INLINE F32x16 Broadcast(float x) { return x - F32x16{}; }
 
 MOESAIC_INLINE F32x16 Widen(const U16x16& bits) {
-#if defined(__AVX512F__)  // GCC makes six instructions of the conversion below, in halves
+#if defined(__AVX512F__)  // GCC makes six instructions of __builtin_convertvector and a shift
   return (F32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16);
 #elif defined(__AVX2__)
   const auto all = (__m256i)bits;
@@ -99,7 +99,7 @@ MOESAIC_INLINE F32x16 Widen(const U16x16& bits) {
 
 MOESAIC_INLINE F32x16 LoadBf16(const BFloat16* p) { return Widen(LoadVector<U16x16>(p)); }
 
-/// The second numbers of pairs, or words.
+/// The upper 16 bits of each dword: the second numbers of pairs.
 MOESAIC_INLINE U16x16 HighWords(const U32x16& pairs) {
 #if defined(__AVX512F__)
   return (U16x16)_mm512_cvtepi32_epi16((__m512i)(pairs >> 16));
@@ -113,7 +113,7 @@ MOESAIC_INLINE U16x16 HighWords(const U32x16& pairs) {
   return {eight(pairs.low), eight(pairs.high)};
 #endif
 }
-/// The first ones.
+/// The lower ones: the first numbers.
 MOESAIC_INLINE U16x16 LowWords(const U32x16& pairs) { return HighWords(pairs << 16); }
 
 /// Nearest, ties to even; NaN stays NaN. VCVTNEPS2BF16 flushes denormals, as the products do that consume the result.
@@ -127,7 +127,7 @@ MOESAIC_INLINE U16x16 NarrowToBf16(const F32x16& v) {
 
 MOESAIC_INLINE void StoreBf16(BFloat16* p, const F32x16& v) { StoreVector(p, NarrowToBf16(v)); }
 
-/// The first n < 16 lanes; the others read as zero, and are not touched in memory.
+/// The first n <= 16 lanes; the others read as zero, and are not touched in memory.
 MOESAIC_INLINE F32x16 LoadF32Part(const float* p, std::int64_t n) {
 #if defined(__AVX512F__)
   return (F32x16)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
@@ -213,7 +213,7 @@ MOESAIC_INLINE U16x32 NarrowPairs(const F32x16& first, const F32x16& second) {
 #if defined(__AVX512BF16__)
   return InterleaveHalves(NarrowBoth(first, second));
 #elif defined(__AVX512F__)
-  // Bits of `high` in the upper halves, of `low` in the others.
+  // Bits of `second` in the upper halves, of `first` in the others.
   const auto low = (__m512i)(RoundToHigh(first) >> 16), high = (__m512i)RoundToHigh(second);
   return (U16x32)_mm512_ternarylogic_epi32(_mm512_set1_epi32(-65536), high, low, 0xca);
 #else
@@ -291,7 +291,7 @@ MOESAIC_INLINE Halves<V> Larger(const Halves<V>& a, const Halves<V>& b) {
   return {Larger(a.low, b.low), Larger(a.high, b.high)};
 }
 
-/// a where it is smaller than b, else b.
+/// a where it is smaller than b, else b: of a NaN and a number what stands there as b.
 MOESAIC_INLINE NativeF32 Smaller(NativeF32 a, NativeF32 b) {
 #if defined(__AVX512F__)
   return (NativeF32)_mm512_min_ps((__m512)a, (__m512)b);
@@ -440,10 +440,9 @@ MOESAIC_INLINE F32x16 Sigmoid(F32x16 x) {
   return (F32x16)_mm512_maskz_mul_ps(finite, r, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(2.0f)));
 #elif defined(__AVX2__)
   return InParts(x, [](NativeF32 v) MOESAIC_INLINE_LAMBDA {
-    auto t = (__m256)(v * -1.44269504088896341f);
     // 1 / 2^127 is 0 for VRCPPS, so that nothing is left of x * sigma(x) for large -x.
-    t = _mm256_max_ps(_mm256_set1_ps(-126.0f),
-                      _mm256_min_ps(_mm256_set1_ps(127.0f), t));  // the second operand where one is NaN
+    const NativeF32 zero{}, exponent = Smaller(zero + 127.0f, v * -1.44269504088896341f);
+    const auto t = (__m256)Larger(zero - 126.0f, exponent);
     const __m256 n = _mm256_floor_ps(t), f = _mm256_sub_ps(t, n);
     __m256 p = _mm256_fmadd_ps(_mm256_set1_ps(0.0135341669f), f, _mm256_set1_ps(0.0520114601f));
     p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.241442755f));

@@ -81,6 +81,11 @@ inline void Transpose16x16(const float* in, std::int64_t in_pitch, float* out, s
 #endif
 }
 
+/// The same for dwords in rows of 64 bytes.
+inline void Transpose16x16(const BFloat16* in, BFloat16* out) {
+  Transpose16x16(reinterpret_cast<const float*>(in), 16, reinterpret_cast<float*>(out), 16);
+}
+
 #if defined(__AVX512F__)
 /// rows[r][c] = in[c * pitch + r] for eight rows of 16 columns.
 MOESAIC_INLINE void LoadEightTransposed(const float* in, std::int64_t pitch, F32x16 (&rows)[8]) {
@@ -108,11 +113,6 @@ MOESAIC_INLINE void LoadEightTransposed(const float* in, std::int64_t pitch, F32
   }
 }
 #endif
-
-/// The same for dwords in rows of 64 bytes.
-inline void Transpose16x16(const BFloat16* in, BFloat16* out) {
-  Transpose16x16(reinterpret_cast<const float*>(in), 16, reinterpret_cast<float*>(out), 16);
-}
 
 /// Interleaves rows (0, 1), (2, 3), ... of a stored tile: row p of `low` holds the pairs of rows 2p and 2p + 1 for columns
 /// 0..15, `high` for columns 16..31. This is the right factor of a product over the tile's rows.

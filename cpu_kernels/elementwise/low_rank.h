@@ -318,7 +318,7 @@ MOESAIC_INLINE void TransposePairsInto(const float* first, const float* second, 
     __m512i r[kSide];
 #pragma GCC unroll 16
     for (std::int64_t i = 0; i < kSide; ++i) {
-      r[i] = (__m512i)InterleaveHalves(NarrowBoth(Load(first + i * in_pitch), Load(second + i * second_pitch)));
+      r[i] = (__m512i)NarrowPairs(Load(first + i * in_pitch), Load(second + i * second_pitch));
     }
     return StoreTransposed(r, reinterpret_cast<float*>(out), out_pitch);
   }

@@ -22,7 +22,8 @@ inline void MergeRows(const MergeRowsArgs& args) {
       sum += Broadcast(args.weights[j]) * value;
     }
     if (args.out_stride == 1 && args.dtype == DType::kFloat32) {
-      StoreF32Part(static_cast<float*>(args.out) + c, sum, n);
+      float* out = static_cast<float*>(args.out) + c;
+      n == 16 ? StoreF32(out, sum) : StoreF32Part(out, sum, n);
     } else if (args.out_stride == 1) {
       BFloat16* out = static_cast<BFloat16*>(args.out) + c;
       if (n == 16) {

@@ -179,8 +179,7 @@ inline void MergeAttended(const MergeAttendedArgs& args) {
         sum.even = MultiplyAdd(LoadF32(part), weight, sum.even);
         sum.odd = MultiplyAdd(LoadF32(part + 16), weight, sum.odd);
       }
-      const U16x32 line = NarrowEvenOdd({sum.even * inverse, sum.odd * inverse});
-      StoreVector(args.to[r] + d, line);
+      StoreVector(args.to[r] + d, NarrowPairs(sum.even * inverse, sum.odd * inverse));
     }
   }
 }

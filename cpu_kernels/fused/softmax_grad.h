@@ -55,9 +55,8 @@ MOESAIC_INLINE void StoreOperands(const SoftmaxGradArgs& args, std::int64_t row,
 
 /// Sixteen columns of two rows, as a line of row pairs.
 MOESAIC_INLINE void StorePairs(const SoftmaxGradArgs& args, std::int64_t r, std::int64_t c, F32x16 even, F32x16 odd) {
-  const U16x32 pairs = NarrowEvenOdd({even, odd});
   BFloat16* const tile = args.d_x_pairs.Tile(c / kPanelRows, r / kTileColumns);
-  StoreVector(tile + r % kTileColumns / 2 * kTileColumns, pairs);
+  StoreVector(tile + r % kTileColumns / 2 * kTileColumns, NarrowPairs(even, odd));
 }
 
 /// Two rows of keys and 32 columns at a time.

@@ -50,8 +50,7 @@ inline float SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, std::int64_
       powers[i] = Powers<kBiased>(args, x, c + 16 * i, 16, most);
       sums[i] = sums[i] + powers[i];
     }
-    const U16x32 line = NarrowBoth(powers[0], powers[1]);
-    StoreVector(out, line);
+    StoreVector(out, NarrowBoth(powers[0], powers[1]));
   }
   if (whole < columns) {
     F32x16 powers[2] = {};
@@ -60,8 +59,7 @@ inline float SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, std::int64_
       if (n > 0) powers[i] = FirstLanes(Powers<kBiased>(args, x, c, n, most), n);
       sums[i] = sums[i] + powers[i];
     }
-    const U16x32 line = NarrowBoth(powers[0], powers[1]);
-    StoreVector(out, line);
+    StoreVector(out, NarrowBoth(powers[0], powers[1]));
     out += step;
   }
   for (std::int64_t c = RoundUp(columns, 32); c < args.columns; c += 32, out += step) std::memset(out, 0, 64);

@@ -1,5 +1,5 @@
 // The cell for hosts without a bf16 product: bf16 is widened to fp32 and multiplied by fused multiply-adds, in vectors of
-// kLanes floats. Written in the compiler's vector types, so the same source serves AVX-512, AVX2 and the baseline, and is
+// kLanes floats. Written in vector types, so the same source serves AVX-512, AVX2 and the baseline, and is
 // tested on every host.
 //
 // Left tiles are widened once for all right panels, to L1: each of their numbers is then one broadcast load. Right tiles are

@@ -86,7 +86,7 @@ class Power {
     const F32x16 y = Larger(Broadcast(least_), d);  // keeps a NaN
     const F32x16 shifted = y * c_ + kMagic, n = shifted - kMagic;
     const auto scale = (F32x16)(((U32x16)shifted + 127u) << 23);
-    return PowerOfTwo((y * c_ - n) + y * c_low_) * scale;
+    return PowerOfTwo((y * c_ - n) + y * c_low_) * scale;  // exact, so contracted with a sum or not it is the same
 #endif
   }
 

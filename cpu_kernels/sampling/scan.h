@@ -25,7 +25,9 @@ MOESAIC_INLINE const T* WholeBlock(const T* logits, std::int64_t b, std::int64_t
 struct NanWatch {
 #if defined(__AVX512F__)
   __mmask16 found = 0;
-  MOESAIC_INLINE void Look(F32x16 v, F32x16 w) { found |= _mm512_cmp_ps_mask((__m512)v, (__m512)w, _CMP_UNORD_Q); }
+  MOESAIC_INLINE void Look(const F32x16& v, const F32x16& w) {
+    found |= _mm512_cmp_ps_mask((__m512)v, (__m512)w, _CMP_UNORD_Q);
+  }
   MOESAIC_INLINE bool Found() const { return found != 0; }
 #else
   I32x16 found{};
