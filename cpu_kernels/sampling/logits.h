@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cpu_kernels/float16.h"
+#include "cpu_kernels/native_vectors.h"
 #include "cpu_kernels/sampling/sampling_kernels.h"
 #include "cpu_kernels/simd.h"
 
@@ -83,10 +84,11 @@ class Power {
     const __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
     return (F32x16)_mm512_add_epi32((__m512i)PowerOfTwo((F32x16)r), power);
 #else
-    const F32x16 y = Larger(Broadcast(least_), d);  // keeps a NaN
-    const F32x16 shifted = y * c_ + kMagic, n = shifted - kMagic;
+    const F32x16 y = Larger(Broadcast(least_), d), c = Broadcast(c_);  // keeps a NaN
+    const F32x16 shifted = MultiplyAdd(y, c, Broadcast(kMagic));
+    const F32x16 r = MultiplyAdd(y, Broadcast(c_low_), MultiplyAdd(y, c, kMagic - shifted));
     const auto scale = (F32x16)(((U32x16)shifted + 127u) << 23);
-    return PowerOfTwo((y * c_ - n) + y * c_low_) * scale;  // exact, so contracted with a sum or not it is the same
+    return PowerOfTwo(r) * scale;  // exact, so contracted with a sum or not it is the same
 #endif
   }
 
@@ -123,9 +125,10 @@ class CoarsePower {
     const __m512 r = _mm512_fmsub_ps(y, c, _mm512_sub_ps(shifted, magic));
     return (F32x16)_mm512_add_epi32((__m512i)PowerOfTwo((F32x16)r), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23));
 #else
-    const F32x16 y = Larger(Broadcast(least_), x) * c_;  // keeps a NaN
-    const F32x16 shifted = y + magic_;
-    return PowerOfTwo(y - (shifted - magic_)) * (F32x16)(((U32x16)shifted + 127u) << 23);
+    const F32x16 y = Larger(Broadcast(least_), x), c = Broadcast(c_);  // keeps a NaN
+    const F32x16 shifted = MultiplyAdd(y, c, Broadcast(magic_));
+    const F32x16 r = MultiplyAdd(y, c, magic_ - shifted);
+    return PowerOfTwo(r) * (F32x16)(((U32x16)shifted + 127u) << 23);
 #endif
   }
 

@@ -90,7 +90,8 @@ struct BlockMassArgs {
 };
 
 /// The elements with low <= x <= high of blocks [first, last), in the order of their columns; a block with max[b] < low is not
-/// read. Where `mass` is given, mass[b] = sum of e^((x - reference) / T) over x > high, to 2e-7.
+/// read. Where `mass` is given, mass[b] = sum of e^((x - reference) / T) over x > high, to 2e-7 and, for x - reference is
+/// rounded to fp32, 1.2e-7 |x - reference| / T of each.
 struct CollectArgs {
   LogitRow row;
   std::int64_t first = 0;
