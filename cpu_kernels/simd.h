@@ -256,6 +256,12 @@ MOESAIC_INLINE void StreamFence() {
 MOESAIC_INLINE bool IsAligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 64 == 0; }
 
 #if !defined(__AVX512F__)
+MOESAIC_INLINE NativeI32 IsNan(NativeF32 v) { return v != v; }
+template <class V>
+MOESAIC_INLINE auto IsNan(const Halves<V>& v) {
+  return Halves{IsNan(v.low), IsNan(v.high)};
+}
+
 /// Bit i: whether lane i of a mask is set.
 MOESAIC_INLINE std::uint32_t BitsOf(NativeI32 mask) {
 #if defined(__AVX2__)

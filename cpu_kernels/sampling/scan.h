@@ -31,7 +31,7 @@ struct NanWatch {
   MOESAIC_INLINE bool Found() const { return found != 0; }
 #else
   I32x16 found{};
-  MOESAIC_INLINE void Look(const F32x16& v, const F32x16& w) { found = found | (v != v) | (w != w); }
+  MOESAIC_INLINE void Look(const F32x16& v, const F32x16& w) { found = found | IsNan(v) | IsNan(w); }
   MOESAIC_INLINE bool Found() const { return BitsOf(found) != 0; }
 #endif
 };
