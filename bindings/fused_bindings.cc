@@ -15,6 +15,7 @@
 #include "cpu_kernels/fused/attention_grad.h"
 #include "cpu_kernels/fused/few_queries_attention.h"
 #include "cpu_kernels/fused/linear.h"
+#include "cpu_kernels/fused/log_probs.h"
 #include "threadpool/pool.h"
 
 namespace py = pybind11;
@@ -339,6 +340,69 @@ py::object FewQueriesAttention(const py::object& q, const py::object& k, const p
   return out.ToTorch();
 }
 
+/// The targets of rows, int64 side by side.
+const std::int64_t* TargetsOf(const py::object& targets, std::int64_t rows) {
+  const TensorView view = ViewOf(targets, {"targets"}, "int64");
+  if (view.rank != 1 || view.dtype != DType::kInt64 || view.shape[0] != rows || (view.stride[0] != 1 && rows > 1)) {
+    throw std::invalid_argument("targets is no contiguous int64 tensor for " + std::to_string(rows) + " rows");
+  }
+  return static_cast<const std::int64_t*>(view.data);
+}
+
+/// @return [6, rows]: log_probs, log_sums, entropies, log_squares, mean_logits, and 1 where the target is the largest, else 0
+py::object LogProbs(const py::object& x, const PackedMatrix& weight, const py::object& targets, const py::object& bias,
+                    float scale) {
+  UsesTorch torch;
+  fused::LogProbsArgs args;
+  args.x = RowsOf(ViewOf(x, {"x"}, kTypes), "x");
+  args.weight = &weight;
+  const FloatVector bias_values(bias, "bias", weight.rows());
+  args.bias = bias_values.data();
+  args.scale = scale;
+  const std::int64_t rows = args.x.shape[0];
+  args.targets = TargetsOf(targets, rows);
+  OutputTensor out = OutputTensor::Contiguous(DType::kFloat32, 6, rows);
+  std::vector<std::uint8_t> are_top1(static_cast<std::size_t>(rows));
+  fused::LogProbsResults results;
+  float* next = static_cast<float*>(out.data());
+  for (float** array :
+       {&results.log_probs, &results.log_sums, &results.entropies, &results.log_squares, &results.mean_logits}) {
+    *array = next;
+    next += rows;
+  }
+  results.are_top1 = are_top1.data();
+  Compute(torch, [&] {
+    fused::LogProbs(args, results, Pool::Default());
+    std::copy(are_top1.begin(), are_top1.end(), next);
+  });
+  return out.ToTorch();
+}
+
+/// @param log_sums, entropies  of LogProbs()
+py::object LogProbsBackward(const py::object& d_log_probs, const py::object& d_entropies, const py::object& x,
+                            const PackedMatrix& weight, const py::object& targets, const py::object& log_sums,
+                            const py::object& entropies, const py::object& bias, float scale) {
+  UsesTorch torch;
+  fused::LogProbsGradArgs args;
+  args.forward.x = RowsOf(ViewOf(x, {"x"}, kTypes), "x");
+  args.forward.weight = &weight;
+  const FloatVector bias_values(bias, "bias", weight.rows());
+  args.forward.bias = bias_values.data();
+  args.forward.scale = scale;
+  const std::int64_t rows = args.forward.x.shape[0];
+  args.forward.targets = TargetsOf(targets, rows);
+  const FloatVector sums(log_sums, "log_sums", rows), entropy_values(entropies, "entropies", rows);
+  const FloatVector d_log_prob_values(d_log_probs, "d_log_probs", rows), d_entropy_values(d_entropies, "d_entropies", rows);
+  args.log_sums = sums.data();
+  args.entropies = entropy_values.data();
+  args.d_log_probs = d_log_prob_values.data();
+  args.d_entropies = d_entropy_values.data();
+  OutputTensor d_x = OutputTensor::Contiguous(args.forward.x.dtype, rows, args.forward.x.shape[1]);
+  args.d_x = d_x.view();
+  Compute(torch, [&] { fused::LogProbsGrad(args, Pool::Default()); });
+  return d_x.ToTorch();
+}
+
 py::object SiluMul(const py::object& x, const py::object& out) {
   UsesTorch torch;
   const TensorView view = ViewOf(x, {"x"}, kTypes);
@@ -430,6 +494,9 @@ void BindFused(py::module_& module) {
   module.def("few_queries_attention", &FewQueriesAttention, arg("q"), arg("k"), arg("v"), arg("batch"), arg("scale"),
              arg("bias") = py::none(), arg("causal") = false);
   module.def("sample_of", &Sample, arg("tensor"));
+  module.def("log_probs", &LogProbs, arg("x"), arg("weight"), arg("targets"), arg("bias") = py::none(), arg("scale") = 1.0f);
+  module.def("log_probs_backward", &LogProbsBackward, arg("d_log_probs"), arg("d_entropies"), arg("x"), arg("weight"),
+             arg("targets"), arg("log_sums"), arg("entropies"), arg("bias") = py::none(), arg("scale") = 1.0f);
   module.def("silu_mul", &SiluMul, arg("x"), arg("out") = py::none());
   module.def("silu_mul_backward", &SiluMulBackward, arg("d_out"), arg("x"));
 }

@@ -100,6 +100,10 @@ MOESAIC_INLINE auto operator<=(const Halves<V>& a, const Halves<V>& b) {
   return Halves{a.low <= b.low, a.high <= b.high};
 }
 template <class V>
+MOESAIC_INLINE auto operator==(const Halves<V>& a, const Halves<V>& b) {
+  return Halves{a.low == b.low, a.high == b.high};
+}
+template <class V>
 MOESAIC_INLINE Halves<V> operator<<(const Halves<V>& a, int bits) {
   return {a.low << bits, a.high << bits};
 }

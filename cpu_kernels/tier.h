@@ -13,6 +13,7 @@
 #include "cpu_kernels/elementwise/transpose_pairs.h"
 #include "cpu_kernels/fused/few_queries.h"
 #include "cpu_kernels/fused/fp32_gemm.h"
+#include "cpu_kernels/fused/logits.h"
 #include "cpu_kernels/fused/row_epilogue.h"
 #include "cpu_kernels/fused/silu_mul.h"
 #include "cpu_kernels/fused/softmax_grad.h"
@@ -115,7 +116,7 @@ constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
           ExpandAlongFeatures,
           OuterAlongFeatures,
           {TurnPanel, RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, SoftmaxRows, SoftmaxGrad,
-           RowDots, AttendFew, MergeAttended, Fp32Gemm},
+           RowDots, FoldLogits, LogitGrad, AttendFew, MergeAttended, Fp32Gemm},
           &kSamplingKernels<kLogitStreams>};
 }
 

@@ -1,5 +1,5 @@
 // What each instruction-set tier brings for fused dense layers and attention: rows after a GEMM, their backward, SiLU * mul,
-// softmax, few queries, and an fp32 GEMM.
+// softmax, few queries, log-probabilities, and an fp32 GEMM.
 //
 // Rows are bf16 or fp32 in memory and fp32 in between; each has one order of summation, whatever block it is computed in. NaN
 // passes through. No function here throws or takes a lock; all may run on any number of threads at once.
@@ -173,6 +173,54 @@ struct RowDotsArgs {
   float* out = nullptr;  ///< [rows]
 };
 
+/// What is known of the logits z of sixteen rows, side by side, from the columns met so far.
+struct alignas(64) LogitStatistics {
+  static constexpr float kNone = -__builtin_inff();
+  float most[16] = {kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone,
+                    kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone};  ///< the largest, m
+  float sum[16] = {};                                                         ///< of e^(z - m)
+  float weighted[16] = {};                                                    ///< of e^(z - m) (z - m)
+  float squares[16] = {};                                                     ///< of e^2(z - m)
+  float total[16] = {};                                                       ///< of z
+  float before[16] = {kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone,
+                      kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone};  ///< the largest before the target
+  float target[16] = {};                                                        ///< of the target, once it was met
+};
+
+/// Logits of up to sixteen rows: z = scale (product + bias).
+struct LogitBlock {
+  const float* products = nullptr;  ///< [columns][ld], rows side by side; `by_rows`: [16][ld]
+  bool by_rows = false;
+  std::int64_t ld = 0;          ///< elements
+  std::int64_t columns = 0;     ///< those that there are; memory for the next multiple of 32
+  const float* bias = nullptr;  ///< [columns], or null
+  float scale = 1;
+  const std::int32_t* targets = nullptr;  ///< [16] each row's column, from the first one here on; any that is not here
+};
+
+/// Takes the columns of a block, which are behind those met so far, into the statistics. Sums of a call are taken in the order
+/// of its columns, and added to what was there. A logit of -infinity counts as 0 in all sums but the total.
+struct FoldLogitsArgs {
+  LogitBlock block;
+  LogitStatistics* statistics = nullptr;
+};
+
+/// The gradient of the products, with p = e^(z - log_sum) and the entropy H of a row:
+///   scale (d_log_prob (1 at the target - p) - d_entropy p (z - log_sum + H))
+/// zeros in the columns that only fill the last tile.
+struct LogitGradArgs {
+  LogitBlock block;
+  const float* log_sum = nullptr;     ///< [16] log of the sum of e^z over all columns
+  const float* d_log_prob = nullptr;  ///< [16]
+  const float* entropy = nullptr;     ///< [16], with d_entropy
+  const float* d_entropy = nullptr;   ///< [16], or null: zeros
+  TileMatrix operand;                 ///< bf16: sixteen rows of operand tiles are written here, from
+  std::int64_t panel = 0;             ///< this panel and
+  std::int64_t tile_column = 0;       ///< this column on
+  float* rows = nullptr;              ///< fp32, where it is no operand: [16][rows_ld], 64-byte aligned
+  std::int64_t rows_ld = 0;           ///< elements
+};
+
 /// Queries that AttendFew takes side by side, and keys of a part of it.
 inline constexpr std::int64_t kQueriesTogether = 8, kKeysTogether = 128;
 
@@ -248,6 +296,8 @@ struct FusedKernels {
   void (*softmax_rows)(const SoftmaxRowsArgs&);
   void (*softmax_grad)(const SoftmaxGradArgs&);
   void (*row_dots)(const RowDotsArgs&);
+  void (*fold_logits)(const FoldLogitsArgs&);
+  void (*logit_grad)(const LogitGradArgs&);
   void (*attend_few)(const AttendFewArgs&);
   void (*merge_attended)(const MergeAttendedArgs&);
   void (*fp32_gemm)(const Fp32GemmArgs&);

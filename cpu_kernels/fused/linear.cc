@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu_kernels/fused/checks.h"
+#include "cpu_kernels/fused/direct_rows.h"
 #include "cpu_kernels/fused/ranges.h"
 #include "cpu_kernels/fused/scratch.h"
 #include "cpu_kernels/kernels.h"
@@ -275,15 +276,6 @@ class LinearRun {
     }
   }
 
-  /// DirectGemmArgs::row_count of a block. Few rows are summed up in another order: only where the call has no more, however
-  /// many threads divide it. More are met whole by each pair of panels: only where half of L2 holds them. (Two Zen 5 cores,
-  /// blocks of 122 rows x 3,072: 1.08 of the time of pairs.)
-  std::int64_t StoredRows(std::int64_t rows) const {
-    if (shape_.rows <= kernels_.most_few_rows) return rows;
-    const bool in_half = 2 * rows * shape_.depth <= HostL2Bytes() / 2;
-    return in_half && rows > kernels_.most_few_rows ? kernels_.StoredRows(rows) : 0;
-  }
-
   void PackInput(std::int64_t row, std::int64_t rows, Memory& memory) const {
     const FusedRange range(FusedStage::kPack, 0.0, 2.0 * static_cast<double>(rows * shape_.depth * SizeOf(args_.x.dtype)));
     if (form_ == Form::kFp32) {
@@ -304,7 +296,7 @@ class LinearRun {
     if (form_ == Form::kUnpack) {
       pack.operand = memory.input;
     } else {
-      (StoredRows(rows) > 0 ? pack.stored : pack.pairs) = memory.input;
+      (StoredRows(kernels_, rows, shape_.rows, shape_.depth) > 0 ? pack.stored : pack.pairs) = memory.input;
     }
     pack.panels = memory.input.panels;
     pack.tile_columns = memory.input.columns;
@@ -320,7 +312,8 @@ class LinearRun {
     LowRankTiles::Kept kept;
     if (keep && change.low != nullptr) kept = {change.low + row, shape_.rows};
     if (form_ == Form::kDirect) {
-      factors_.MultiplyByA(kernels_, memory.input, rows, StoredRows(rows), kept, memory.low_rank);
+      factors_.MultiplyByA(kernels_, memory.input, rows, StoredRows(kernels_, rows, shape_.rows, shape_.depth), kept,
+                           memory.low_rank);
     } else {
       factors_.MultiplyByB(kernels_, memory.input, rows, memory.unpacked, kept, memory.low_rank);
     }
@@ -365,7 +358,7 @@ class LinearRun {
       gemm.first_panel = from / kPanelRows;
       gemm.panels = CeilDiv(to, kPanelRows) - gemm.first_panel;
       gemm.activation_panels = memory.input.panels;
-      gemm.row_count = StoredRows(rows);
+      gemm.row_count = StoredRows(kernels_, rows, shape_.rows, shape_.depth);
       gemm.c = memory.transposed_sums;
       gemm.ldc = SumsPitch(plan_.block_rows);
       // After the last columns the next block begins with the first; where columns are split, nobody knows with which.

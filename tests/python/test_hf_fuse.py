@@ -35,6 +35,12 @@ from transformers.models.vit import modeling_vit
 
 import moesaic.hf
 
+try:
+    import trl.kernels.chunked_logprob  # noqa: F401
+except ImportError:
+    HEAD = "gemm_bias"
+else:
+    HEAD = "gemm_bias, gemm_log_probs"
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 
 
@@ -115,7 +121,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1},
     ),
     "vit": (vit, VIT),
-    "qwen3_moe": (qwen3_moe, {"gemm, silu_mul, gemm": 1, "gemm_bias": 9, "rmsnorm": 9}),
+    "qwen3_moe": (qwen3_moe, {"gemm, silu_mul, gemm": 1, "gemm_bias": 8, HEAD: 1, "rmsnorm": 9}),
 }
 
 

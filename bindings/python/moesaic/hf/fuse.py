@@ -10,7 +10,8 @@ from torch import nn
 
 from moesaic.hf import attention as attention_layers
 from moesaic.hf.blocks import require_module
-from moesaic.hf.operators import OPERATORS, Dense, Head, Operator
+from moesaic.hf.head import Head, find_head
+from moesaic.hf.operators import OPERATORS, Dense, Operator
 
 __all__ = ["FuseReport", "FusedModule", "KeptModule", "fuse", "unfuse"]
 
@@ -64,12 +65,16 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
     BERT's and RoBERTa's output layers (dense, residual, LayerNorm) and intermediate layers (dense, GELU), ViT's FFN,
     the dense FFN of decoders (gate, up, SiLU, down), layer and RMS norms, the projections of attention layers and,
     where it does not train, to the vocabulary, and in bf16 the attention itself, where transformers is set to "sdpa",
-    of encoders and of decoders, that train or generate (`moesaic.nn.functional.attention`). A module's forward is
-    replaced only if it and the operator agree on a probe; attention is looked up in each call by transformers itself,
-    and not probed. A module keeps its parameters and its state_dict; the packed weights are a second copy, packed anew
-    when the parameters change (as `moesaic.nn.PackedLinear` does). Adapters of PEFT, put on before or after, are
-    computed too: in bf16 by the engine, but where dropout is active and, of projections, where they were put on after
-    or stand before the vocabulary. After PEFT has taken its layers out (`merge_and_unload`), fuse again.
+    of encoders and of decoders, that train or generate (`moesaic.nn.functional.attention`). The losses of TRL's
+    trainers read the weights of the projection to the vocabulary themselves: they get their log-probabilities from the
+    engine (`moesaic.nn.functional.gemm_log_probs`).
+
+    A module's forward is replaced only if it and the operator agree on a probe; attention is looked up in each call by
+    transformers itself, and not probed, nor are TRL's losses. A module keeps its parameters and its state_dict; the
+    packed weights are a second copy, packed anew when the parameters change (as `moesaic.nn.PackedLinear` does).
+    Adapters of PEFT, put on before or after, are computed too: in bf16 by the engine, but where dropout is active and,
+    of projections, where they were put on after or stand before the vocabulary. After PEFT has taken its layers out
+    (`merge_and_unload`), fuse again.
 
     In every call the module's own forward, or transformers' own attention, still runs where the operator may not:
     dropout, autocast to another dtype, torch.compile, `torch.func`, another dtype or device, hooks on a layer inside, a
@@ -91,7 +96,7 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
     kept: list[KeptModule] = []
     inside: tuple[str, ...] = ()  # of a replaced sub-graph: nothing of it is looked at again
     parents: dict[str, nn.Module] = dict(model.named_modules())
-    head = _head(model)
+    head = find_head(model)
     for name, module in parents.items():
         if inside and name.startswith(inside):
             continue
@@ -124,13 +129,6 @@ def unfuse(model: nn.Module) -> int:
             del module.__dict__["forward"]
             count += 1
     return count
-
-
-def _head(model: nn.Module) -> nn.Module | None:
-    """The projection to the vocabulary, of a model of transformers that has one."""
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if callable(find) else None
-    return getattr(head, "base_layer", head)
 
 
 def _operator(

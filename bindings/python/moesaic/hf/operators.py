@@ -337,15 +337,6 @@ class Dense(Operator):
         return (_sample(base.weight, base.in_features),)
 
 
-class Head(Dense):
-    """The projection to the vocabulary, whose weights are most of what a model reads for a token."""
-
-    def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
-        if torch.is_grad_enabled() and self.module.weight.requires_grad:
-            return None  # packed in every call it would take longer
-        return super().fused(*args)
-
-
 #: Whole sub-graphs first: what they hold is not looked at again.
 OPERATORS: tuple[type[Operator], ...] = (AddNorm, DenseGelu, GeluMlp, GatedMlp, LayerNorm, RmsNorm)
 

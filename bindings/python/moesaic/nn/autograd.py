@@ -11,7 +11,7 @@ from moesaic import _core
 from moesaic.autograd import differentiable_once
 from moesaic.lora import LoraPair
 
-__all__ = ["Fusion", "attention", "fused_linear", "rows_of", "silu_mul"]
+__all__ = ["Fusion", "attention", "fused_linear", "once", "rows_of", "silu_mul"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class _FusedLinear(torch.autograd.Function):
                 d_bias = d.sum(0, dtype=torch.float32).to(bias_type)
         d_addend = d if needs_addend else None
         grads = (None, None, d_x, d_weight, d_bias, d_addend, d_a, d_b, None, d_residual, d_gamma, d_beta)
-        return _once(grads, (d_out, *saved))
+        return once(grads, (d_out, *saved))
 
 
 class _SiluMul(torch.autograd.Function):
@@ -147,7 +147,7 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        return _once((_core.silu_mul_backward(d_out.contiguous(), x),), (d_out, x))
+        return once((_core.silu_mul_backward(d_out.contiguous(), x),), (d_out, x))
 
 
 class _Attention(torch.autograd.Function):
@@ -191,12 +191,13 @@ class _Attention(torch.autograd.Function):
             grad.view(tensor.shape) if needed else None
             for grad, tensor, needed in zip(d_qkv, (q, k, v), ctx.needs_input_grad[:3], strict=True)
         ]
-        return _once((*grads, None, None, None, None, None), (d_out, *saved))
+        return once((*grads, None, None, None, None, None), (d_out, *saved))
 
 
-def _once(
+def once(
     grads: tuple[torch.Tensor | None, ...], inputs: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
+    """`grads`, which refuse to be differentiated again where create_graph asks for it."""
     if not torch.is_grad_enabled():  # create_graph=False
         return grads
     return differentiable_once("moesaic.nn.functional", grads, inputs)

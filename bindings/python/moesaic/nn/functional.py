@@ -23,14 +23,17 @@ from moesaic.nn.attention import attention
 from moesaic.nn.autograd import Fusion, rows_of
 from moesaic.nn.autograd import silu_mul as _silu_mul
 from moesaic.nn.linear import PackedLinear
+from moesaic.nn.log_probs import TokenLogProbs, gemm_log_probs
 
 __all__ = [
+    "TokenLogProbs",
     "attention",
     "gemm_bias",
     "gemm_bias_add_layernorm",
     "gemm_bias_add_rmsnorm",
     "gemm_bias_gelu",
     "gemm_bias_gelu_add_layernorm",
+    "gemm_log_probs",
     "layernorm",
     "rmsnorm",
     "silu_mul",

@@ -1,0 +1,119 @@
+"""The projection to the vocabulary by the engine: as a layer, and inside the losses of TRL's trainers.
+
+TRL (1.16) does not call the head. Its trainers project the last hidden states by ``lm_head.weight`` themselves, in
+tiles of the vocabulary, and on a CPU multiply their gradients in fp32. Where the weight is that of a fused head, the
+engine computes those log-probabilities (`moesaic.nn.functional.gemm_log_probs`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from moesaic.hf.operators import Dense
+from moesaic.nn.log_probs import TokenLogProbs, log_probs_of
+
+__all__ = ["Head", "find_head"]
+
+#: Of TRL's function, in this order; another list is another version, which is left alone.
+_ARGUMENTS = (
+    "hidden",
+    "weight",
+    "bias",
+    "targets",
+    "temperature",
+    "chunk_size",
+    "final_logit_softcapping",
+    "logit_scale",
+    "outputs",
+)
+_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+#: All that there are.
+_heads: weakref.WeakSet[Head] = weakref.WeakSet()
+
+
+class Head(Dense):
+    """The projection to the vocabulary, whose weights are most of what a model reads for a token."""
+
+    def __new__(cls, *_: Any) -> Head:
+        """As ever; copies and unpickled ones are known to TRL's function, too."""
+        head = super().__new__(cls)
+        _heads.add(head)
+        _install()
+        return head
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.name = "gemm_bias, gemm_log_probs" if _install() else "gemm_bias"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "name": self.name}
+
+    def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
+        """The logits; None where the engine may not, or the weight trains."""
+        if torch.is_grad_enabled() and self.module.weight.requires_grad:
+            return None  # packed in every call it would take longer
+        return super().fused(*args)
+
+    def log_probs(self, x: torch.Tensor, targets: torch.Tensor, scale: float) -> TokenLogProbs | None:
+        """Of `targets` ``[rows]`` after `x` ``[rows, K]``; None where the engine may not."""
+        module = self.module
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        if trains or x.dtype != module.weight.dtype or not self._may_run((x,)):
+            return None
+        return log_probs_of(x, self._pack("weight", [module], ((),)).packed(), module.bias, targets, scale)
+
+
+def find_head(model: nn.Module) -> nn.Module | None:
+    """The projection to the vocabulary, of a model of transformers that has one."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    return getattr(head, "base_layer", head)
+
+
+@functools.cache
+def _install() -> bool:
+    """Lets TRL's log-probabilities ask the engine; False where there is no TRL, or one that computes them otherwise."""
+    try:
+        from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+    except ImportError:
+        return False
+    if tuple(inspect.signature(ChunkedLogProbFunction.forward).parameters)[1:] != _ARGUMENTS:
+        return False
+    stock = ChunkedLogProbFunction.apply
+
+    @functools.wraps(stock)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        found = _log_probs(*args) if len(args) == len(_ARGUMENTS) and not kwargs else None
+        return stock(*args, **kwargs) if found is None else found
+
+    ChunkedLogProbFunction.apply = staticmethod(apply)
+    return True
+
+
+def _log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+    _chunk_size: int,
+    softcap: float | None,
+    logit_scale: float,
+    outputs: tuple[str, ...],
+) -> tuple[torch.Tensor | None, ...] | None:
+    """What TRL's function returns; None where the engine may not compute it."""
+    head = next((h for h in _heads if h.module.weight is weight and h.module.__dict__.get("forward") is h), None)
+    fits = head is not None and head.module.bias is bias and softcap is None
+    if head is None or not fits or hidden.dim() != 2 or targets.dtype != torch.int64 or not targets.is_cpu:
+        return None
+    found = head.log_probs(hidden, targets, logit_scale / temperature)
+    if found is None:
+        return None
+    return (found.log_probs, *(getattr(found, name) if name in outputs else None for name in _OUTPUTS))

@@ -1,0 +1,125 @@
+"""Log-probabilities inside the losses of TRL's trainers, stock and by the engine."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import moesaic.hf
+from hf_models import build, needs_peft_20
+from test_hf_fuse import qwen3_moe
+from test_hf_training import adapted, losses_of, sft_trainer
+
+pytest.importorskip("trl.kernels.chunked_logprob")  # of older ones the trainers have no log-probabilities of their own
+
+
+def trl_model(dtype: torch.dtype) -> Any:
+    """A causal language model with TRL's fused head, whose backbone is the identity."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    torch.manual_seed(5)
+    model = qwen3_moe().to(dtype)
+    add_fused_lm_head(
+        model,
+        temperature=0.7,
+        outputs=("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs"),
+    )
+    model.requires_grad_(False)
+    return model
+
+
+def trl_loss(model: Any, calls: list[int] | None = None) -> tuple[Any, torch.Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    labels = torch.randint(50, (2, 9), generator=generator)
+    labels[:, :3] = -100
+    hidden = torch.randn(2, 9, 64, generator=generator).to(model.dtype).requires_grad_()
+    with moesaic.profile() as profile:
+        out = model(inputs_embeds=hidden, labels=labels, fused_lm_head=True)
+        (out.loss + 0.1 * out.entropy.sum()).backward()
+    if calls is not None:
+        calls[:] = [row["calls"] for row in profile.phases() if row["name"] == "backward_softmax"]
+    assert hidden.grad is not None
+    return out, hidden.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_losses_of_trl(dtype: torch.dtype) -> None:
+    model = trl_model(dtype)
+    calls: list[int] = []
+    stock, expected = trl_loss(model, calls)
+    assert not calls
+    report = moesaic.hf.fuse(model, attention=False)
+    assert "1 x Linear: gemm_bias, gemm_log_probs" in str(report)
+    out, gradient = trl_loss(model, calls)
+    assert calls
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for name in ("loss", "log_probs", "entropy", "mean_logits", "log_sum_sq_probs"):
+        torch.testing.assert_close(getattr(out, name), getattr(stock, name), rtol=tolerance, atol=tolerance)
+    if dtype == torch.float32:  # TRL's logits are rounded to bf16
+        assert torch.equal(out.is_top1, stock.is_top1)
+    assert float((gradient - expected).norm() / expected.norm()) < tolerance
+    # Copies are served as well; what trains, and what is undone, is not.
+    for twin in (copy.deepcopy(model.lm_head), pickle.loads(pickle.dumps(model.lm_head))):
+        served = twin.forward.log_probs(torch.ones(1, 64, dtype=dtype), torch.zeros(1, dtype=torch.int64), 1.0)
+        assert served is not None
+    model.lm_head.weight.requires_grad_()
+    trl_loss(model, calls)
+    assert not calls
+    model.lm_head.weight.requires_grad_(False)
+    trl_loss(model, calls)
+    assert calls
+    moesaic.hf.unfuse(model)
+    trl_loss(model, calls)
+    assert not calls
+
+
+def test_what_of_trl_is_left_alone() -> None:
+    model = trl_model(torch.float32)
+    moesaic.hf.fuse(model)
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    x, targets = torch.randn(6, 64), torch.arange(6)
+    weight = model.lm_head.weight
+
+    def served(*arguments: Any) -> bool:
+        with moesaic.profile() as profile:
+            out = ChunkedLogProbFunction.apply(*arguments)
+        assert out[0].shape == (6,)
+        return any(row["category"] == "fused" for row in profile.phases())
+
+    assert served(x, weight, None, targets, 1.0, 32, None, 1.0, ("entropy",))
+    assert not served(x, weight, None, targets, 1.0, 32, 30.0, 1.0, ("entropy",))  # logits are capped
+    assert not served(x, weight, torch.zeros(50), targets, 1.0, 32, None, 1.0, ("entropy",))
+    assert not served(x, weight.clone(), None, targets, 1.0, 32, None, 1.0, ("entropy",))
+    assert not served(x, weight, None, targets, 1.0, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not served(x, weight, None, targets, 1.0, 32, None, 1.0, ("entropy",))
+
+
+@needs_peft_20
+def test_a_trainer_of_trl(tmp_path: Path) -> None:
+    """Fused before the trainer wraps the model: its losses come from the engine, and are the same."""
+
+    def losses(fuse: bool) -> tuple[list[float], int]:
+        model = build().bfloat16()
+        moesaic.hf.prepare(model, progress=False)
+        if fuse:
+            moesaic.hf.fuse(model)
+        trainer = sft_trainer(adapted(model), tmp_path)
+        with moesaic.profile() as profile:
+            trainer.train()
+        calls = sum(row["calls"] for row in profile.phases() if row["name"] == "backward_softmax")
+        return losses_of(trainer), calls
+
+    stock, no_calls = losses(False)
+    engine, calls = losses(True)
+    assert no_calls == 0
+    assert calls >= 4
+    assert engine == [pytest.approx(loss, rel=0.01) for loss in stock]
