@@ -48,6 +48,7 @@ def test_document(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
             if dtype == "bf16"
             else []
         ),
+        "loss 64",
         "attention output 770",
         "FFN 2 770",
         "layernorm 64",
@@ -58,6 +59,9 @@ def test_document(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     row = rows["FFN 2 64"]
     assert (row["rows"], row["n"], row["k"], row["flops"]) == (18, 64, 256, 2 * 18 * 64 * 256)
     assert row["bytes"] == size * (18 * 256 + 64 * 256 + 2 * 18 * 64)
+    row = rows["loss 64"]
+    assert (row["rows"], row["n"], row["k"], row["flops"]) == (36, 151936, 64, 6 * 36 * 151936 * 64)
+    assert row["bytes"] == size * (3 * 36 * 64 + 2 * 151936 * 64)
     assert rows["FFN 2 770"]["rows"] == 16
     assert rows["silu_mul (1, 1024, 1024)"]["bytes"] == size * 3 * 2**20
     # The arena rounds a block up by an eighth at most.
@@ -72,7 +76,7 @@ def test_document(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert limit / times["max"] <= row["moesaic"]["fraction_of_limit"] <= limit / times["min"]
         ratio = row["peers"]["torch"]["ms"]["median"] / times["median"]
         assert row["peers"]["torch"]["ratio"] == pytest.approx(ratio)
-        others = ("adapter", "self-attention", "attention in", "decoding")
+        others = ("adapter", "self-attention", "attention in", "decoding", "loss")
         dense = row["flops"] > 0 and not row["name"].startswith(others)
         assert ("ratio" in row["peers"]["onednn"]) == (dense and fused_case.onednn.unavailable() is None)
 
@@ -82,7 +86,7 @@ def test_peers_compute_the_same() -> None:
         for case in fused_case.cases(2, 5, [32], [], torch.float32):
             inputs = case.inputs()
             expected = inputs.engine()
-            for name in ("torch", "onednn"):
+            for name in ("torch", "onednn", "trl"):
                 peer = inputs.peer(name)
                 if not isinstance(peer, str):
                     torch.testing.assert_close(peer(), expected, rtol=1e-4, atol=1e-4)
@@ -111,7 +115,7 @@ def test_table_archive_and_diff(
 
 def test_wrong_usage_and_a_wrong_result(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main([*SMALL, "--peers", "numpy"]) == 2
-    assert "argument --peers: 'numpy' is none of torch, compile, onednn, all" in capsys.readouterr().err
+    assert "argument --peers: 'numpy' is none of torch, compile, onednn, trl, all" in capsys.readouterr().err
     assert cli.main([*SMALL, "--only", "convolution"]) == 2
     assert "argument --only: no case has 'convolution' in its name" in capsys.readouterr().err
     assert cli.main([*SMALL, "--clock", "cpu"]) == 2

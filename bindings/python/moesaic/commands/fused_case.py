@@ -24,6 +24,10 @@ _DECODER = (32, 4, 128)
 """Heads, heads of keys and numbers of a head, of a decoder that trains and of one query to a cache."""
 _RANK, _SCALE = 16, 2.0
 """Of an adapter."""
+_VOCABULARY = 151_936
+"""Of a loss."""
+_TRL_CHUNK = 32_768
+"""Of the vocabulary, in TRL's trainers (1.16)."""
 _DRAWN_ROWS = 8192
 
 
@@ -32,7 +36,7 @@ class Case:
     """One operator on one shape: `rows` x `k` to `rows` x `n`."""
 
     name: str
-    kind: str  #: "add_layernorm", "gelu", "adapter", "layernorm", "rmsnorm", "silu_mul", or of attention:
+    kind: str  #: "add_layernorm", "gelu", "adapter", "loss", "layernorm", "rmsnorm", "silu_mul", or of attention:
     #: "attention", "training", "decoding"
     rows: int
     n: int
@@ -56,6 +60,8 @@ class Case:
             return 4 * self.rows * self.tokens * self.n
         if self.kind == "adapter":  # both ways, and the gradients of its factors
             return 4 * self.rows * self.n * self.k + 6 * self.rows * _RANK * (self.n + self.k)
+        if self.kind == "loss":  # logits, again in backward, and the gradient of x
+            return 6 * self.rows * self.n * self.k
         return 2 * self.rows * self.n * self.k if self.has_gemm else 0
 
     @property
@@ -66,8 +72,10 @@ class Case:
     @property
     def bytes(self) -> int:
         """Input, weights, cache, residual and result, and the gradients of input and result, each once; of an adapter
-        the input and the weights both ways."""
+        the input and the weights both ways, as of a loss."""
         values = self.rows * (self.k + self.n)
+        if self.kind == "loss":  # the logits need not be in memory
+            values = 3 * self.rows * self.k + 2 * self.n * self.k
         if self.has_gemm:
             values += self.n * self.k
         if self.kind == "add_layernorm":
@@ -107,6 +115,7 @@ def cases(
         n, keys = _DECODER[0] * _DECODER[2], _DECODER[1] * _DECODER[2]
         found.append(Case(f"attention in training, {tokens} tokens", "training", rows, n, n + 2 * keys, dtype, tokens))
         found.append(Case(f"decoding, {4 * tokens} keys", "decoding", 1, n, n, dtype, 4 * tokens))
+    found += [Case(f"loss {h}", "loss", 4 * tokens, _VOCABULARY, h, dtype) for h in hidden]
     odd = batch * max(1, tokens - 1)
     found += [
         Case("attention output 770", "add_layernorm", odd, 770, 770, dtype),
@@ -146,11 +155,15 @@ class Inputs:
             self.a, self.b = normal(_RANK, case.k).float() / case.k**0.5, normal(case.n, _RANK).float()
             lora = moesaic.LoraPair(self.a.requires_grad_(), self.b.requires_grad_(), _SCALE)
             self.packed = PackedLinear(self.weight, lora=lora)
+        if case.kind == "loss":
+            self.weight = (normal(case.n, case.k) / case.k**0.5).to(case.dtype)
+            self.packed = PackedLinear(self.weight)
+            self.targets = torch.randint(case.n, (case.rows,), generator=generator)
         if case.kind in ("adapter", "training"):
             self.d_out = normal(case.rows, case.n)
         elif case.kind == "decoding":
             self.cache = normal(2 * case.rows * _DECODER[1], case.tokens, _DECODER[2])
-        elif case.kind != "attention":
+        elif case.kind not in ("attention", "loss"):
             self.gamma, self.beta = normal(case.n), normal(case.n)
 
     def engine(self) -> torch.Tensor:
@@ -173,6 +186,10 @@ class Inputs:
             return _rows_of(functional.attention(*_cached(self.x, self.cache)))
         if self.case.kind == "adapter":
             return self._adapter_gradients(self.case.rows)[0]
+        if self.case.kind == "loss":
+            return _loss_gradient(
+                lambda x: -functional.gemm_log_probs(x, self.packed, self.targets[: x.shape[0]]).log_probs, self.x
+            )
         return functional.silu_mul(self.x)
 
     def error(self) -> float:
@@ -181,9 +198,10 @@ class Inputs:
             return self._adapter_error()
         given = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         rows = self.case.sequence if self.case.kind in ("attention", "training") else _VERIFIED_ROWS
-        for name in {"x", "residual", "d_out"} & given.keys():
+        for name in {"x", "residual", "d_out", "targets"} & given.keys():
             given[name] = given[name][:rows]
-        expected = self._reference(**{name: value.double() for name, value in given.items()})
+        exact = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
+        expected = self._reference(**exact)
         got = self.engine()[:rows].double()
         return float((got - expected).norm() / expected.norm())
 
@@ -221,6 +239,8 @@ class Inputs:
         given = {key: value for key, value in vars(self).items() if isinstance(value, torch.Tensor)}
         if name == "torch":
             return lambda: self._reference(**given)
+        if name == "trl":
+            return self._trl()
         if name == "compile":
             return self._compiled(given)
         return self._onednn()
@@ -229,7 +249,7 @@ class Inputs:
         return _compute(self.case.kind, self.case.n, x, t, self.case.sequence)
 
     def _compiled(self, given: dict[str, torch.Tensor]) -> Callable[[], object] | str:
-        if self.case.kind in ("adapter", "training"):
+        if self.case.kind in ("adapter", "loss", "training"):
             return "torch.compile is compared where no gradient is wanted"
         module = _Module(self.case.kind, self.case.n, given, self.case.sequence).eval()
         activations = [given[name] for name in ("x", "residual") if name in given]
@@ -238,6 +258,24 @@ class Inputs:
         except UnavailableError as error:
             return str(error)
         return lambda: compiled(*activations)
+
+    def _trl(self) -> Callable[[], object] | str:
+        if self.case.kind != "loss":
+            return "TRL is compared where there is a loss"
+        try:
+            from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+        except ImportError as error:
+            return f"TRL has no log-probabilities of its own: {error}"
+
+        def losses(x: torch.Tensor) -> torch.Tensor:
+            wanted = ("log_probs", "entropy", "is_top1")  # by SFTTrainer
+            log_probs, *_ = ChunkedLogProbFunction.apply(
+                x, self.weight, None, self.targets, 1.0, _TRL_CHUNK, None, 1.0, wanted
+            )
+            negative: torch.Tensor = -log_probs
+            return negative
+
+        return lambda: _loss_gradient(losses, self.x)
 
     def _onednn(self) -> Callable[[], object] | str:
         if not self.case.has_gemm:
@@ -316,6 +354,14 @@ def _peft_gradients(
         return torch.autograd.grad(out, (x, a, b), d_out)
 
 
+def _loss_gradient(losses: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Of x, of the mean of all rows' losses."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(losses(leaf).mean(), leaf)
+    return gradient
+
+
 def _rows_of(heads: torch.Tensor) -> torch.Tensor:
     return heads.transpose(1, 2).reshape(-1, heads.shape[1] * heads.shape[3])
 
@@ -335,6 +381,11 @@ def _compute(kind: str, n: int, x: torch.Tensor, t: dict[str, torch.Tensor], tok
         return _rows_of(F.scaled_dot_product_attention(*_cached(x, t["cache"]), enable_gqa=True))
     if kind == "adapter":
         return _peft_gradients(x, t["weight"], t["a"], t["b"], t["d_out"])[0]
+    if kind == "loss":  # in fp32, as transformers takes it
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return _loss_gradient(
+            lambda x: F.cross_entropy(F.linear(x, t["weight"]).to(wide), t["targets"], reduction="none"), x
+        )
     if kind == "add_layernorm":
         total = F.linear(x, t["weight"], t["bias"]) + t["residual"]
         return F.layer_norm(total, (n,), t["gamma"], t["beta"], _EPS)
