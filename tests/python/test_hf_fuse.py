@@ -35,12 +35,13 @@ from transformers.models.vit import modeling_vit
 
 import moesaic.hf
 
+#: With a TRL that has log-probabilities of its own, the head has two names.
 try:
     import trl.kernels.chunked_logprob  # noqa: F401
 except ImportError:
-    HEAD = "gemm_bias"
+    PROJECTIONS = {"gemm_bias": 9}
 else:
-    HEAD = "gemm_bias, gemm_log_probs"
+    PROJECTIONS = {"gemm_bias": 8, "gemm_bias, gemm_log_probs": 1}
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 
 
@@ -121,7 +122,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1},
     ),
     "vit": (vit, VIT),
-    "qwen3_moe": (qwen3_moe, {"gemm, silu_mul, gemm": 1, "gemm_bias": 8, HEAD: 1, "rmsnorm": 9}),
+    "qwen3_moe": (qwen3_moe, {"gemm, silu_mul, gemm": 1, "rmsnorm": 9, **PROJECTIONS}),
 }
 
 

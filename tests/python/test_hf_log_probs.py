@@ -18,6 +18,7 @@ from test_hf_fuse import qwen3_moe
 from test_hf_training import adapted, losses_of, sft_trainer
 
 pytest.importorskip("trl.kernels.chunked_logprob")  # of older ones the trainers have no log-probabilities of their own
+pytest.importorskip("trl.trainer.utils")
 
 
 def trl_model(dtype: torch.dtype) -> Any:

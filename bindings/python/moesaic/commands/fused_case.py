@@ -264,6 +264,7 @@ class Inputs:
             return "TRL is compared where there is a loss"
         try:
             from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+            from trl.trainer.utils import maybe_gather_lm_head_ctx  # noqa: F401  its backward does
         except ImportError as error:
             return f"TRL has no log-probabilities of its own: {error}"
 
@@ -355,10 +356,10 @@ def _peft_gradients(
 
 
 def _loss_gradient(losses: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Of x, of the mean of all rows' losses."""
+    """Of x, of the sum of all rows' losses."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(losses(leaf).mean(), leaf)
+        (gradient,) = torch.autograd.grad(losses(leaf).sum(), leaf)
     return gradient
 
 
