@@ -18,6 +18,9 @@ namespace moesaic::fused {
 namespace {
 
 using threadpool::Pool;
+using threadpool::TaskFunction;
+using threadpool::TaskGraph;
+using threadpool::TaskId;
 
 /// Tokens of the vocabulary whose logits are made at a time, and of which a row has statistics of their own.
 constexpr std::int64_t kChunk = 512, kPart = 2048;
@@ -276,8 +279,8 @@ class LogProbsRun {
   LogitStatistics* statistics_ = nullptr;  ///< [panels][parts]
 };
 
-/// Of up to kMostRows rows the gradient of x: a slab of the vocabulary after the other, of which first all gradients of logits
-/// are made and then multiplied by the weights.
+/// Of up to kMostRows rows the gradient of x. A block of rows takes one slab of the vocabulary after the other, of which first
+/// all gradients of logits are made and then multiplied by the weights; blocks do not wait for each other.
 class LogProbsGradRun {
  public:
   LogProbsGradRun(const LogProbsGradArgs& args, std::vector<std::int64_t> rows, Pool& pool)
@@ -287,10 +290,11 @@ class LogProbsGradRun {
         slab_(SlabOf(projection_)),
         ld_(SumsPitch(RoundUp(projection_.depth(), kTileColumns))),
         ld_slab_(slab_ + 16) {
-    const std::int64_t columns = CeilDiv(projection_.depth(), kTileColumns), tasks = 4 * pool.num_threads();
+    const std::int64_t columns = CeilDiv(projection_.depth(), kTileColumns), tasks = 2 * pool.num_threads();
     split_columns_ = CeilDiv(columns, std::min(columns, CeilDiv(tasks, projection_.blocks())));
     splits_ = CeilDiv(columns, split_columns_);
     part_ = RoundUp(CeilDiv(slab_, CeilDiv(tasks, projection_.blocks())), kChunk);
+    tasks_of_slab_ = std::max(splits_, CeilDiv(slab_, part_));
   }
 
   void Run() {
@@ -299,31 +303,63 @@ class LogProbsGradRun {
     const Scratch scratch(measure.used(), IsKept(measure.used(), pool_.num_threads()));
     Carver carver(scratch.data());
     Bind(carver);
-    std::vector<std::int64_t> packed(workers_.size(), -1);  // the block in a worker's memory
-    for (std::int64_t from = 0; from < projection_.vocabulary(); from += slab_) {
-      const std::int64_t end = std::min(from + slab_, projection_.vocabulary()), parts = CeilDiv(end - from, part_);
-      pool_.ParallelFor(projection_.blocks() * parts, [&](std::int64_t i, int worker) {
-        const std::int64_t block = i / parts, first = from + i % parts * part_;
-        const auto w = static_cast<std::size_t>(worker);
-        if (packed[w] != block) {
-          packed[w] = block;
-          projection_.Pack(block, workers_[w].projection);
-        }
-        OfLogits(block, from, first, std::min(first + part_, end), workers_[w]);
-      });
-      pool_.ParallelFor(projection_.blocks() * splits_, [&](std::int64_t i, int worker) {
-        OfInput(i / splits_, i % splits_, from, end, workers_[static_cast<std::size_t>(worker)]);
-      });
+    TaskGraph graph;
+    for (std::int64_t block = 0; block < projection_.blocks(); ++block) {
+      TaskId done = -1;
+      for (std::int64_t slab = 0; slab < slabs_; ++slab) {
+        done = Add(graph, done, OfLogitsTask, block, slab, CeilDiv(EndOfSlab(slab) - slab * slab_, part_));
+        done = Add(graph, done, OfInputTask, block, slab, splits_);
+      }
+      Add(graph, done, StoreTask, block, 0, 1);
     }
-    pool_.ParallelFor(projection_.blocks(), [&](std::int64_t block, int) { Store(block); });
+    pool_.Run(graph);
   }
 
  private:
   struct Worker {
     Projection::Memory projection;
-    BFloat16* unpacked;  ///< bf16: scratch of the unpack form
-    float* sums;         ///< fp32: of a slab, [block_rows][split_columns_ * 32 + 16]
+    BFloat16* unpacked;   ///< bf16: scratch of the unpack form
+    float* sums;          ///< fp32: of a slab, [block_rows][split_columns_ * 32 + 16]
+    std::int64_t packed;  ///< the block in its memory, or -1
   };
+
+  /// `count` tasks of a block and a slab, which wait for `before`, if that is not negative.
+  /// @return what ends when all of them have
+  TaskId Add(TaskGraph& graph, TaskId before, TaskFunction function, std::int64_t block, std::int64_t slab,
+             std::int64_t count) {
+    const TaskId all = count == 1 ? -1 : graph.Add([](void*, std::int64_t, int) {}, nullptr, 0);
+    TaskId task = -1;
+    for (std::int64_t i = 0; i < count; ++i) {
+      task = graph.Add(function, this, (slab * projection_.blocks() + block) * tasks_of_slab_ + i);
+      if (before >= 0) graph.AddEdge(before, task);
+      if (all >= 0) graph.AddEdge(task, all);
+    }
+    return all >= 0 ? all : task;
+  }
+
+  /// The task with such an index.
+  struct Place {
+    std::int64_t block, slab, i;
+  };
+  Place PlaceOf(std::int64_t index) const {
+    const std::int64_t place = index / tasks_of_slab_;
+    return {place % projection_.blocks(), place / projection_.blocks(), index % tasks_of_slab_};
+  }
+
+  static void OfLogitsTask(void* self, std::int64_t index, int worker) {
+    auto& run = *static_cast<LogProbsGradRun*>(self);
+    run.OfLogits(run.PlaceOf(index), run.workers_[static_cast<std::size_t>(worker)]);
+  }
+  static void OfInputTask(void* self, std::int64_t index, int worker) {
+    const auto& run = *static_cast<LogProbsGradRun*>(self);
+    run.OfInput(run.PlaceOf(index), run.workers_[static_cast<std::size_t>(worker)]);
+  }
+  static void StoreTask(void* self, std::int64_t index, int) {
+    const auto& run = *static_cast<LogProbsGradRun*>(self);
+    run.Store(run.PlaceOf(index).block);
+  }
+
+  std::int64_t EndOfSlab(std::int64_t slab) const { return std::min((slab + 1) * slab_, projection_.vocabulary()); }
 
   static std::int64_t SlabOf(const Projection& projection) {
     const std::int64_t slab = kWaiting / projection.rows_count() / kChunk * kChunk;
@@ -355,7 +391,7 @@ class LogProbsGradRun {
     sums_ = carver.Take<float>(rows * ld_);
     workers_.clear();
     for (int worker = 0; worker < pool_.num_threads(); ++worker) {
-      Worker memory{projection_.Take(carver), nullptr, nullptr};
+      Worker memory{projection_.Take(carver), nullptr, nullptr, -1};
       if (is_bf16) {
         const GemmSegment segment{Slab(0, slab_), {}};
         memory.unpacked = carver.Take<BFloat16>(UnpackScratchElements({&segment, 1}));
@@ -366,9 +402,14 @@ class LogProbsGradRun {
     }
   }
 
-  /// Gradients of a block's logits in columns [first, end), of the slab that begins with `from`.
-  void OfLogits(std::int64_t block, std::int64_t from, std::int64_t first, std::int64_t end, const Worker& memory) const {
-    const std::int64_t row = block * projection_.block_rows();
+  /// Gradients of a block's logits in a part of a slab.
+  void OfLogits(const Place& place, Worker& memory) const {
+    const std::int64_t block = place.block, row = block * projection_.block_rows(), from = place.slab * slab_;
+    const std::int64_t first = from + place.i * part_, end = std::min(first + part_, EndOfSlab(place.slab));
+    if (memory.packed != block) {
+      memory.packed = block;
+      projection_.Pack(block, memory.projection);
+    }
     const std::int64_t panels = CeilDiv(projection_.RowsOfBlock(block), kPanelRows);
     for (std::int64_t chunk = first; chunk < end; chunk += kChunk) {
       projection_.Multiply(block, chunk, FusedStage::kBackwardGemm, memory.projection);
@@ -400,10 +441,10 @@ class LogProbsGradRun {
     }
   }
 
-  /// What the slab [from, end) adds to some columns of a block's sums.
-  void OfInput(std::int64_t block, std::int64_t split, std::int64_t from, std::int64_t end, const Worker& memory) const {
-    const std::int64_t rows = projection_.RowsOfBlock(block), first = split * split_columns_;
-    const std::int64_t row = block * projection_.block_rows();
+  /// What a slab adds to some columns of a block's sums.
+  void OfInput(const Place& place, const Worker& memory) const {
+    const std::int64_t block = place.block, rows = projection_.RowsOfBlock(block), row = block * projection_.block_rows();
+    const std::int64_t from = place.slab * slab_, end = EndOfSlab(place.slab), first = place.i * split_columns_;
     const std::int64_t columns = std::min(split_columns_, CeilDiv(projection_.depth(), kTileColumns) - first);
     const FusedRange range(FusedStage::kBackwardGemm, 2.0 * static_cast<double>(rows * (end - from) * columns * kTileColumns),
                            0.0);
@@ -467,8 +508,10 @@ class LogProbsGradRun {
   Pool& pool_;
   const Projection projection_;
   const std::int64_t slab_, ld_, ld_slab_;
+  const std::int64_t slabs_ = CeilDiv(projection_.vocabulary(), slab_);
   std::int64_t part_ = 0;                        ///< tokens of a task that makes gradients of logits
   std::int64_t split_columns_ = 0, splits_ = 0;  ///< of a task that multiplies them; columns in tiles
+  std::int64_t tasks_of_slab_ = 0;               ///< of a block and of either kind, at most
   BFloat16* gradients_ = nullptr;                ///< of logits, block by block
   float* fp32_gradients_ = nullptr;              ///< [rows][ld_slab_]
   float* sums_ = nullptr;                        ///< [rows][ld_]
