@@ -350,13 +350,13 @@ const std::int64_t* TargetsOf(const py::object& targets, std::int64_t rows) {
 }
 
 /// @return [6, rows]: log_probs, log_sums, entropies, log_squares, mean_logits, and 1 where the target is the largest, else 0
-py::object LogProbs(const py::object& x, const PackedMatrix& weight, const py::object& targets, const py::object& bias,
+py::object LogProbs(const py::object& x, const PackedMatrix* weight, const py::object& targets, const py::object& bias,
                     float scale) {
   UsesTorch torch;
   fused::LogProbsArgs args;
   args.x = RowsOf(ViewOf(x, {"x"}, kTypes), "x");
-  args.weight = &weight;
-  const FloatVector bias_values(bias, "bias", weight.rows());
+  args.weight = weight;
+  const FloatVector bias_values(bias, "bias", Columns(args.x, weight, false));
   args.bias = bias_values.data();
   args.scale = scale;
   const std::int64_t rows = args.x.shape[0];
@@ -380,13 +380,13 @@ py::object LogProbs(const py::object& x, const PackedMatrix& weight, const py::o
 
 /// @param log_sums, entropies  of LogProbs()
 py::object LogProbsBackward(const py::object& d_log_probs, const py::object& d_entropies, const py::object& x,
-                            const PackedMatrix& weight, const py::object& targets, const py::object& log_sums,
+                            const PackedMatrix* weight, const py::object& targets, const py::object& log_sums,
                             const py::object& entropies, const py::object& bias, float scale) {
   UsesTorch torch;
   fused::LogProbsGradArgs args;
   args.forward.x = RowsOf(ViewOf(x, {"x"}, kTypes), "x");
-  args.forward.weight = &weight;
-  const FloatVector bias_values(bias, "bias", weight.rows());
+  args.forward.weight = weight;
+  const FloatVector bias_values(bias, "bias", Columns(args.forward.x, weight, false));
   args.forward.bias = bias_values.data();
   args.forward.scale = scale;
   const std::int64_t rows = args.forward.x.shape[0];
@@ -494,9 +494,11 @@ void BindFused(py::module_& module) {
   module.def("few_queries_attention", &FewQueriesAttention, arg("q"), arg("k"), arg("v"), arg("batch"), arg("scale"),
              arg("bias") = py::none(), arg("causal") = false);
   module.def("sample_of", &Sample, arg("tensor"));
-  module.def("log_probs", &LogProbs, arg("x"), arg("weight"), arg("targets"), arg("bias") = py::none(), arg("scale") = 1.0f);
-  module.def("log_probs_backward", &LogProbsBackward, arg("d_log_probs"), arg("d_entropies"), arg("x"), arg("weight"),
-             arg("targets"), arg("log_sums"), arg("entropies"), arg("bias") = py::none(), arg("scale") = 1.0f);
+  module.def("log_probs", &LogProbs, arg("x"), arg("weight").none(true), arg("targets"), arg("bias") = py::none(),
+             arg("scale") = 1.0f);
+  module.def("log_probs_backward", &LogProbsBackward, arg("d_log_probs"), arg("d_entropies"), arg("x"),
+             arg("weight").none(true), arg("targets"), arg("log_sums"), arg("entropies"), arg("bias") = py::none(),
+             arg("scale") = 1.0f);
   module.def("silu_mul", &SiluMul, arg("x"), arg("out") = py::none());
   module.def("silu_mul_backward", &SiluMulBackward, arg("d_out"), arg("x"));
 }

@@ -29,16 +29,24 @@ constexpr std::int64_t kBlockRows = 128, kMostRows = 2048;
 /// Gradients of logits that wait until they are multiplied: some 16 MB, of so many tokens.
 constexpr std::int64_t kWaiting = std::int64_t{8} << 20, kLeastSlab = 4096, kMostSlab = 16384;
 
-/// Some rows of x and the products of them with the vocabulary, block by block.
+void* RowAt(const TensorView& view, std::int64_t row, std::int64_t column) {
+  return static_cast<char*>(view.data) + (row * view.stride[0] + column) * SizeOf(view.dtype);
+}
+
+/// Some rows of x and the products of them with the vocabulary, block by block; or these themselves, where there is no weight.
 class Projection {
  public:
   Projection(const LogProbsArgs& args, std::vector<std::int64_t> rows)
       : args_(args),
         rows_(std::move(rows)),
         depth_(args.x.shape[1]),
-        vocabulary_(args.weight->rows()),
-        is_bf16_(args.x.dtype == DType::kBFloat16),
+        vocabulary_(args.weight == nullptr ? args.x.shape[1] : args.weight->rows()),
+        is_bf16_(args.weight != nullptr && args.x.dtype == DType::kBFloat16),
         ld_x_(RoundUp(depth_, 16) + 16) {
+    if (args.weight == nullptr) {
+      block_rows_ = kPanelRows;
+      return;
+    }
     // Half of L2 for a block.
     const std::int64_t fitting = HostL2Bytes() / 2 / (SizeOf(args.x.dtype) * RoundUp(depth_, kTileColumns));
     block_rows_ = std::clamp<std::int64_t>(fitting, kTileColumns, kBlockRows) / kTileColumns * kTileColumns;
@@ -48,7 +56,7 @@ class Projection {
   std::int64_t rows_count() const { return static_cast<std::int64_t>(rows_.size()); }
   std::int64_t depth() const { return depth_; }
   std::int64_t vocabulary() const { return vocabulary_; }
-  bool is_bf16() const { return is_bf16_; }
+  bool is_bf16() const { return is_bf16_; }  ///< whether bf16 is multiplied
   std::int64_t block_rows() const { return block_rows_; }
   std::int64_t blocks() const { return CeilDiv(rows_count(), block_rows_); }
   /// Of all rows there are.
@@ -70,6 +78,8 @@ class Projection {
       memory.tiles = TileMatrix::Activations(nullptr, block_rows_, depth_);
       memory.tiles.data = carver.Take<BFloat16>(memory.tiles.size());
       memory.products = carver.Take<float>(kChunk * SumsPitch(block_rows_));
+    } else if (args_.weight == nullptr) {
+      memory.products = carver.Take<float>(block_rows_ * SumsPitch(kChunk));
     } else {
       memory.rows = carver.Take<float>(block_rows_ * ld_x_);
       memory.scratch = carver.Take<float>(kFp32GemmScratch);
@@ -79,12 +89,11 @@ class Projection {
   }
 
   void Pack(std::int64_t block, Memory& memory) const {
+    if (args_.weight == nullptr) return;
     const std::int64_t first = block * block_rows_, rows = RowsOfBlock(block);
     const FusedRange range(FusedStage::kPack, 0.0, 2.0 * static_cast<double>(rows * depth_ * SizeOf(args_.x.dtype)));
     const void* pointers[kBlockRows];
-    for (std::int64_t i = 0; i < rows; ++i) {
-      pointers[i] = static_cast<const char*>(args_.x.data) + Row(first + i) * args_.x.stride[0] * SizeOf(args_.x.dtype);
-    }
+    for (std::int64_t i = 0; i < rows; ++i) pointers[i] = RowAt(args_.x, Row(first + i), 0);
     if (!is_bf16_) {
       const auto bytes = static_cast<std::size_t>(depth_) * sizeof(float);
       for (std::int64_t i = 0; i < rows; ++i) std::memcpy(memory.rows + i * ld_x_, pointers[i], bytes);
@@ -104,6 +113,7 @@ class Projection {
 
   /// Products of a block that is packed with tokens [from, from + kChunk) of the vocabulary, or what is left of them.
   void Multiply(std::int64_t block, std::int64_t from, FusedStage stage, const Memory& memory) const {
+    if (args_.weight == nullptr) return Load(block, from, memory);
     const std::int64_t rows = RowsOfBlock(block), to = End(from);
     const FusedRange range(stage, 2.0 * static_cast<double>(rows * (to - from) * depth_), 0.0);
     if (!is_bf16_) {
@@ -134,6 +144,19 @@ class Projection {
     const std::int64_t next = to < vocabulary_ ? to / kPanelRows : 0;
     gemm.prefetch = {weights, next, weights.panels - next, 0, weights.columns};
     kernels_.direct_gemm(gemm);
+  }
+
+  /// Products that are in memory, widened.
+  void Load(std::int64_t block, std::int64_t from, const Memory& memory) const {
+    const FusedRange range(FusedStage::kPack, 0.0, 0.0);
+    for (std::int64_t i = 0; i < RowsOfBlock(block); ++i) {
+      const void* const row = RowAt(args_.x, Row(block * block_rows_ + i), from);
+      float* const out = memory.products + i * SumsPitch(kChunk);
+      for (std::int64_t c = 0; c < End(from) - from; ++c) {
+        out[c] = args_.x.dtype == DType::kFloat32 ? static_cast<const float*>(row)[c]
+                                                  : ToFloat(static_cast<const BFloat16*>(row)[c]);
+      }
+    }
   }
 
   /// The logits of sixteen rows in what was multiplied last.
@@ -275,9 +298,78 @@ class LogProbsRun {
   const LogProbsResults& results_;
   Pool& pool_;
   const Projection projection_;
-  const std::int64_t parts_ = CeilDiv(args_.weight->rows(), kPart);
+  const std::int64_t parts_ = CeilDiv(projection_.vocabulary(), kPart);
   LogitStatistics* statistics_ = nullptr;  ///< [panels][parts]
 };
+
+/// What the gradients of sixteen rows' logits are made of.
+class PanelGradient {
+ public:
+  PanelGradient(const Projection& projection, const LogProbsGradArgs& args, std::int64_t first)
+      : projection_(projection),
+        has_entropies_(args.d_entropies != nullptr),
+        log_sums_(projection, first, args.log_sums),
+        d_log_probs_(projection, first, args.d_log_probs),
+        entropies_(projection, first, args.entropies),
+        d_entropies_(projection, first, args.d_entropies) {
+    TargetsOf(projection, args.forward, first, targets_);
+  }
+
+  /// Of the chunk that was multiplied last, but for where they go. Valid while this is; once.
+  LogitGradArgs Args(std::int64_t panel, std::int64_t chunk, const Projection::Memory& memory) {
+    LogitGradArgs grad;
+    grad.block = projection_.Logits(panel, chunk, targets_, memory);
+    grad.log_sum = log_sums_.values;
+    grad.d_log_prob = d_log_probs_.values;
+    if (has_entropies_) {
+      grad.entropy = entropies_.values;
+      grad.d_entropy = d_entropies_.values;
+    }
+    return grad;
+  }
+
+ private:
+  const Projection& projection_;
+  const bool has_entropies_;
+  const Sixteen log_sums_, d_log_probs_, entropies_, d_entropies_;
+  std::int32_t targets_[16];
+};
+
+/// The gradient of logits that are in memory, sixteen rows a task.
+void LogitsGrad(const LogProbsGradArgs& args, std::vector<std::int64_t> rows, Pool& pool) {
+  const Projection projection(args.forward, std::move(rows));
+  constexpr std::int64_t kPitch = SumsPitch(kChunk);
+  Carver one;
+  projection.Take(one);
+  one.Take<float>(kPanelRows * kPitch);
+  const Scratch scratch(pool.num_threads() * one.used());
+  pool.ParallelFor(projection.blocks(), [&](std::int64_t block, int worker) {
+    Carver carver(scratch.data() + worker * one.used());
+    const Projection::Memory memory = projection.Take(carver);
+    auto* const gradients = carver.Take<float>(kPanelRows * kPitch);
+    for (std::int64_t chunk = 0; chunk < projection.vocabulary(); chunk += kChunk) {
+      projection.Multiply(block, chunk, FusedStage::kBackwardGemm, memory);
+      const FusedRange range(FusedStage::kBackwardSoftmax, 0.0, 0.0);
+      PanelGradient gradient(projection, args, block * kPanelRows);
+      LogitGradArgs grad = gradient.Args(0, chunk, memory);
+      grad.rows = gradients;
+      grad.rows_ld = kPitch;
+      projection.kernels().fused.logit_grad(grad);
+      for (std::int64_t i = 0; i < projection.RowsOfBlock(block); ++i) {
+        StoreRowsArgs store;
+        store.in = gradients + i * kPitch;
+        store.ld = kPitch;
+        store.rows = 1;
+        store.columns = grad.block.columns;
+        store.out = RowAt(args.d_x, projection.Row(block * kPanelRows + i), chunk);
+        store.dtype = args.d_x.dtype;
+        store.out_stride = args.d_x.stride[0];
+        projection.kernels().store_rows(store);
+      }
+    }
+    FinishStores();
+  });
+}
 
 /// Of up to kMostRows rows the gradient of x. A block of rows takes one slab of the vocabulary after the other, of which first
 /// all gradients of logits are made and then multiplied by the weights; blocks do not wait for each other.
@@ -415,25 +507,14 @@ class LogProbsGradRun {
       projection_.Multiply(block, chunk, FusedStage::kBackwardGemm, memory.projection);
       const FusedRange range(FusedStage::kBackwardSoftmax, 0.0, 0.0);
       for (std::int64_t panel = 0; panel < panels; ++panel) {
-        const std::int64_t sixteen = row + panel * kPanelRows;
-        std::int32_t targets[16];
-        TargetsOf(projection_, args_.forward, sixteen, targets);
-        const Sixteen log_sums(projection_, sixteen, args_.log_sums), d_log_probs(projection_, sixteen, args_.d_log_probs);
-        const Sixteen entropies(projection_, sixteen, args_.entropies), d_entropies(projection_, sixteen, args_.d_entropies);
-        LogitGradArgs grad;
-        grad.block = projection_.Logits(panel, chunk, targets, memory.projection);
-        grad.log_sum = log_sums.values;
-        grad.d_log_prob = d_log_probs.values;
-        if (args_.d_entropies != nullptr) {
-          grad.entropy = entropies.values;
-          grad.d_entropy = d_entropies.values;
-        }
+        PanelGradient gradient(projection_, args_, row + panel * kPanelRows);
+        LogitGradArgs grad = gradient.Args(panel, chunk, memory.projection);
         if (projection_.is_bf16()) {
           grad.operand = Operand(block, slab_);
           grad.panel = panel;
           grad.tile_column = (chunk - from) / kTileColumns;
         } else {
-          grad.rows = fp32_gradients_ + sixteen * ld_slab_ + chunk - from;
+          grad.rows = fp32_gradients_ + (row + panel * kPanelRows) * ld_slab_ + chunk - from;
           grad.rows_ld = ld_slab_;
         }
         projection_.kernels().fused.logit_grad(grad);
@@ -489,14 +570,14 @@ class LogProbsGradRun {
 
   void Store(std::int64_t block) const {
     const FusedRange range(FusedStage::kBackwardGemm, 0.0, 0.0);
-    const std::int64_t first = block * projection_.block_rows(), size = SizeOf(args_.d_x.dtype);
+    const std::int64_t first = block * projection_.block_rows();
     for (std::int64_t i = first; i < first + projection_.RowsOfBlock(block); ++i) {
       StoreRowsArgs store;
       store.in = sums_ + i * ld_;
       store.ld = ld_;
       store.rows = 1;
       store.columns = projection_.depth();
-      store.out = static_cast<char*>(args_.d_x.data) + projection_.Row(i) * args_.d_x.stride[0] * size;
+      store.out = RowAt(args_.d_x, projection_.Row(i), 0);
       store.dtype = args_.d_x.dtype;
       store.out_stride = args_.d_x.stride[0];
       projection_.kernels().store_rows(store);
@@ -518,20 +599,25 @@ class LogProbsGradRun {
   std::vector<Worker> workers_;
 };
 
-void Validate(const LogProbsArgs& args) {
+/// @return the size of the vocabulary
+std::int64_t Validate(const LogProbsArgs& args) {
   CheckMatrix(args.x, "x");
-  if (args.weight == nullptr) throw std::invalid_argument("weight is null; expected a PackedMatrix");
-  const PackedMatrix& weight = *args.weight;
-  Check(args.x, "x", args.x.shape[0], weight.columns(), weight.dtype(), "w was packed");
-  if (weight.rows() > INT32_MAX - kChunk) {
-    throw std::invalid_argument("w has " + std::to_string(weight.rows()) + " rows; expected less than 2^31 - 512");
+  const std::int64_t vocabulary = args.weight == nullptr ? args.x.shape[1] : args.weight->rows();
+  if (args.weight == nullptr) {
+    Check(args.x, "x", args.x.shape[0], vocabulary, args.x.dtype);
+  } else {
+    Check(args.x, "x", args.x.shape[0], args.weight->columns(), args.weight->dtype(), "w was packed");
+  }
+  if (vocabulary > INT32_MAX - kChunk) {
+    throw std::invalid_argument("the vocabulary has " + std::to_string(vocabulary) + " tokens; expected less than 2^31 - 512");
   }
   for (std::int64_t row = 0; row < args.x.shape[0]; ++row) {
-    if (args.targets[row] >= weight.rows()) {
+    if (args.targets[row] >= vocabulary) {
       throw std::invalid_argument("targets[" + std::to_string(row) + "] is " + std::to_string(args.targets[row]) +
-                                  "; expected less than " + std::to_string(weight.rows()) + ", the rows of w");
+                                  "; expected less than " + std::to_string(vocabulary) + ", the size of the vocabulary");
     }
   }
+  return vocabulary;
 }
 
 }  // namespace
@@ -564,11 +650,12 @@ void LogProbsGrad(const LogProbsGradArgs& args, Pool& pool) {
     if (args.forward.targets[row] >= 0 && (has_log_prob || has_entropy)) {
       counted.push_back(row);
     } else {
-      std::memset(static_cast<char*>(args.d_x.data) + row * args.d_x.stride[0] * SizeOf(args.d_x.dtype), 0, bytes);
+      std::memset(RowAt(args.d_x, row, 0), 0, bytes);
     }
   }
   if (counted.empty()) return;
   const Pool::Turn turn(pool);
+  if (args.forward.weight == nullptr) return LogitsGrad(args, std::move(counted), pool);
   // Few rows are summed up in another order: not where they are the last ones of many.
   const auto pieces = CeilDiv(static_cast<std::int64_t>(counted.size()), kMostRows);
   const auto of_piece = CeilDiv(static_cast<std::int64_t>(counted.size()), pieces);

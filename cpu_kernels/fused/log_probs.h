@@ -1,5 +1,5 @@
 // Log-probabilities of tokens from the last hidden states: the projection to the vocabulary and the softmax behind it, without
-// the logits in memory.
+// the logits in memory; or from logits that are there.
 //
 //   z = scale (x W^T + bias)    log_prob = z[target] - log(sum over the vocabulary of e^z)
 //
@@ -20,8 +20,8 @@ namespace moesaic::fused {
 
 /// Rows of x, and what they are projected by. Views are 2-D with contiguous columns.
 struct LogProbsArgs {
-  TensorView x;                          ///< [T, K] bf16 or fp32
-  const PackedMatrix* weight = nullptr;  ///< [V, K] of x's type
+  TensorView x;                          ///< [T, K] bf16 or fp32; without a weight [T, V], which stands for x W^T
+  const PackedMatrix* weight = nullptr;  ///< [V, K] of x's type, or null
   const float* bias = nullptr;           ///< [V], or null
   float scale = 1;
   const std::int64_t* targets = nullptr;  ///< [T], below V; of a row with a negative one all results and its gradient are 0
@@ -39,7 +39,8 @@ struct LogProbsResults {
 
 void LogProbs(const LogProbsArgs& args, const LogProbsResults& results, threadpool::Pool& pool);
 
-/// d_x = (the gradient of z) W. Rows of which all gradients are 0 cost nothing, whatever is in x.
+/// d_x = scale (the gradient of z) W, or without a weight scale (the gradient of z). Rows of which all gradients are 0 cost
+/// nothing, whatever is in x.
 struct LogProbsGradArgs {
   LogProbsArgs forward;
   const float* log_sums = nullptr;     ///< [T], as LogProbs gave it

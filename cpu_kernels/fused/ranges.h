@@ -15,13 +15,13 @@ enum class FusedStage : std::int8_t {
   kNorm,                ///< norm: the same, with a norm
   kSiluMul,             ///< silu_mul
   kFewQueries,          ///< few_queries: attention of few queries, all of it
-  kSoftmax,             ///< softmax: of attention's scores, and rounding them to tiles
+  kSoftmax,             ///< softmax: of attention's scores, and rounding them to tiles; statistics of logits
   kBackwardNorm,        ///< backward_norm
   kBackwardActivation,  ///< backward_activation
-  kBackwardGemm,        ///< backward_gemm: the gradient of x; of attention's all products, and storing them
+  kBackwardGemm,        ///< backward_gemm: the gradient of x; of attention and of losses all products, and storing them
   kBackwardLowRank,     ///< backward_low_rank: P, and an adapter's gradients
   kBackwardSiluMul,     ///< backward_silu_mul
-  kBackwardSoftmax,     ///< backward_softmax: probabilities again, and gradients of scores
+  kBackwardSoftmax,     ///< backward_softmax: probabilities again, and gradients of scores or logits
 };
 
 profiling::RangeId RangeOf(FusedStage stage);

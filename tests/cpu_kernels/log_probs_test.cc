@@ -279,12 +279,15 @@ TEST(LogProbsTest, RefusesWhatDoesNotFit) {
     return "";
   };
   EXPECT_EQ(message({x.view(), &packed, nullptr, 1.0f, targets.data()}),
-            "targets[1] is 5; expected less than 5, the rows of w");
+            "targets[1] is 5; expected less than 5, the size of the vocabulary");
   targets[1] = 4;
   EXPECT_EQ(message({x.view(), &packed, nullptr, 1.0f, targets.data()}), "");
   EXPECT_EQ(message({other.view(), &packed, nullptr, 1.0f, targets.data()}),
             "x is bfloat16; expected float32, as w was packed");
-  EXPECT_EQ(message({x.view(), nullptr, nullptr, 1.0f, targets.data()}), "weight is null; expected a PackedMatrix");
+  targets[1] = 8;
+  EXPECT_EQ(message({x.view(), nullptr, nullptr, 1.0f, targets.data()}),
+            "targets[1] is 8; expected less than 8, the size of the vocabulary");
+  targets[1] = 4;
   fused::LogProbsGradArgs args;
   args.forward = {x.view(), &packed, nullptr, 1.0f, targets.data()};
   args.d_x = other.view();

@@ -122,7 +122,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1},
     ),
     "vit": (vit, VIT),
-    "qwen3_moe": (qwen3_moe, {"gemm, silu_mul, gemm": 1, "rmsnorm": 9, **PROJECTIONS}),
+    "qwen3_moe": (qwen3_moe, {"gemm, silu_mul, gemm": 1, "rmsnorm": 9, "log_probs, as its loss": 1, **PROJECTIONS}),
 }
 
 

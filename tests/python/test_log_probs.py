@@ -154,7 +154,7 @@ def test_bad_input() -> None:
     ):
         fused.gemm_log_probs(x, w, targets.int())
     targets[2] = 50
-    with pytest.raises(ValueError, match=r"targets\[2\] is 50; expected less than 50, the rows of w"):
+    with pytest.raises(ValueError, match=r"targets\[2\] is 50; expected less than 50, the size of the vocabulary"):
         fused.gemm_log_probs(x, w, targets)
     targets[2] = 0
     with pytest.raises(ValueError, match=r"x is torch\.bfloat16; expected torch\.float32, as w was packed"):
@@ -178,3 +178,53 @@ def test_bad_input() -> None:
     (grad,) = torch.autograd.grad(out.log_probs.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"moesaic\.nn\.functional"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shape", [(1, 5), (7, 1001), (40, 2600)], ids=str)
+def test_logits_that_are_there(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(8)
+    logits = (4 * torch.randn(shape, generator=generator)).to(dtype)
+    targets = torch.randint(shape[1], shape[:1], generator=generator)
+    targets[3::4] = -100
+    counts = targets >= 0
+    exact = logits.double().requires_grad_()
+    logits.requires_grad_()
+    out = fused.log_probs(logits, targets, 0.7)
+    log_p = (0.7 * exact).log_softmax(-1)
+    expected = torch.where(counts, log_p.gather(-1, targets.clamp(min=0)[:, None])[:, 0], 0.0)
+    entropy = torch.where(counts, -(log_p.exp() * log_p).sum(-1), 0.0)
+    torch.testing.assert_close(out.log_probs.double(), expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(out.entropy.double(), entropy, rtol=1e-6, atol=1e-5)
+    d_log_probs, d_entropy = torch.randn(2, shape[0], generator=generator)
+    ((out.log_probs * d_log_probs).sum() + (out.entropy * d_entropy).sum()).backward()
+    ((expected * d_log_probs).sum() + (entropy * d_entropy).sum()).backward()
+    assert logits.grad is not None and exact.grad is not None
+    assert logits.grad.dtype == dtype
+    assert not logits.grad[~counts].any()
+    assert float((logits.grad.double() - exact.grad).norm() / exact.grad.norm()) < BOUND[dtype]
+
+
+def test_gaps_between_rows_of_logits() -> None:
+    whole = torch.randn(6, 300, generator=torch.Generator().manual_seed(9))
+    targets = torch.arange(6)
+    apart = whole[:, :200]
+    for got, expected in zip(
+        fused.log_probs(apart, targets), fused.log_probs(apart.contiguous(), targets), strict=True
+    ):
+        assert torch.equal(got, expected)
+    with pytest.raises(ValueError, match="logits has shape"):
+        fused.log_probs(whole[:, :0], targets)
+    with pytest.raises(ValueError, match=r"expected \[6\] and torch\.int64, one for each row of logits"):
+        fused.log_probs(whole, targets[:2])
+    with pytest.raises(ValueError, match=r"logits is torch\.float16; expected torch\.bfloat16 or torch\.float32"):
+        fused.log_probs(whole.half(), targets)
+    before = moesaic.get_num_threads()
+    try:
+        moesaic.set_num_threads(3)
+        many = fused.log_probs(whole, targets)
+        moesaic.set_num_threads(1)
+        for got, expected in zip(many, fused.log_probs(whole, targets), strict=True):
+            assert torch.equal(got, expected)
+    finally:
+        moesaic.set_num_threads(before)

@@ -245,7 +245,11 @@ def sample_of(tensor: torch.Tensor) -> bytes:
     """Up to 64 values of a CPU tensor of one to three dimensions, spread over them: tells of a write."""
 
 def log_probs(
-    x: torch.Tensor, weight: PackedMatrix, targets: torch.Tensor, bias: torch.Tensor | None = None, scale: float = 1.0
+    x: torch.Tensor,
+    weight: PackedMatrix | None,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """fp32 [6, rows]: log-probabilities, logs of the sums of e^z, entropies, logs of the sums of p^2, mean logits, and
     1 where the target is the first of the largest; cpu_kernels/fused/log_probs.h."""
@@ -254,7 +258,7 @@ def log_probs_backward(
     d_log_probs: torch.Tensor | None,
     d_entropies: torch.Tensor | None,
     x: torch.Tensor,
-    weight: PackedMatrix,
+    weight: PackedMatrix | None,
     targets: torch.Tensor,
     log_sums: torch.Tensor,
     entropies: torch.Tensor,

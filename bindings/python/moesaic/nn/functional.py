@@ -23,7 +23,7 @@ from moesaic.nn.attention import attention
 from moesaic.nn.autograd import Fusion, rows_of
 from moesaic.nn.autograd import silu_mul as _silu_mul
 from moesaic.nn.linear import PackedLinear
-from moesaic.nn.log_probs import TokenLogProbs, gemm_log_probs
+from moesaic.nn.log_probs import TokenLogProbs, gemm_log_probs, log_probs
 
 __all__ = [
     "TokenLogProbs",
@@ -35,6 +35,7 @@ __all__ = [
     "gemm_bias_gelu_add_layernorm",
     "gemm_log_probs",
     "layernorm",
+    "log_probs",
     "rmsnorm",
     "silu_mul",
 ]

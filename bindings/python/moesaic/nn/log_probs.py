@@ -1,4 +1,5 @@
-"""Log-probabilities of tokens from the hidden states before the vocabulary, without the logits in memory."""
+"""Log-probabilities of tokens: from the hidden states before the vocabulary, without the logits in memory; or from
+those."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from moesaic.nn import checked
 from moesaic.nn.autograd import once, rows_of
 from moesaic.nn.linear import PackedLinear
 
-__all__ = ["TokenLogProbs", "gemm_log_probs"]
+__all__ = ["TokenLogProbs", "gemm_log_probs", "log_probs", "log_probs_of"]
 
 
 class TokenLogProbs(NamedTuple):
-    """What `gemm_log_probs` says of each row. The first two are differentiable."""
+    """What `gemm_log_probs` and `log_probs` say of each row. The first two are differentiable."""
 
     #: Of the target: ``z[target] - log(sum(e^z))``.
     log_probs: torch.Tensor
@@ -37,7 +38,7 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        packed: _core.PackedMatrix,
+        packed: _core.PackedMatrix | None,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         scale: float,
@@ -72,10 +73,10 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _forward(
-    x: torch.Tensor, packed: _core.PackedMatrix, bias: torch.Tensor | None, targets: torch.Tensor, scale: float
+    x: torch.Tensor, packed: _core.PackedMatrix | None, bias: torch.Tensor | None, targets: torch.Tensor, scale: float
 ) -> tuple[TokenLogProbs, torch.Tensor]:
-    log_probs, log_sums, entropy, log_squares, mean, is_top1 = _core.log_probs(x, packed, targets, bias, scale)
-    return TokenLogProbs(log_probs, entropy, log_squares, mean, is_top1 != 0), log_sums
+    of_targets, log_sums, entropy, log_squares, mean, is_top1 = _core.log_probs(x, packed, targets, bias, scale)
+    return TokenLogProbs(of_targets, entropy, log_squares, mean, is_top1 != 0), log_sums
 
 
 def gemm_log_probs(x: torch.Tensor, w: PackedLinear, targets: torch.Tensor, scale: float = 1.0) -> TokenLogProbs:
@@ -102,17 +103,7 @@ def gemm_log_probs(x: torch.Tensor, w: PackedLinear, targets: torch.Tensor, scal
     checked.check(x, "x", w.in_features)
     if x.dtype != w.dtype:
         raise ValueError(f"x is {x.dtype}; expected {w.dtype}, as w was packed")
-    if not isinstance(targets, torch.Tensor):
-        raise TypeError(f"targets is a {type(targets).__name__}; expected a torch.Tensor")
-    if targets.dtype != torch.int64 or targets.shape != x.shape[:-1]:
-        raise ValueError(
-            f"targets has shape {list(targets.shape)} and is {targets.dtype}; expected {list(x.shape[:-1])} and "
-            "torch.int64, one for each row of x"
-        )
-    if not targets.is_cpu:
-        raise ValueError(f"targets is on {targets.device}; expected a CPU tensor")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; expected a finite number")
+    _check_targets(x, targets, scale)
     if w.lora:
         raise ValueError("w has LoRA; expected none: its gradients would be missing")
     for name, tensor in (("w.weight", w.weight), ("w.bias", w.bias)):
@@ -123,10 +114,32 @@ def gemm_log_probs(x: torch.Tensor, w: PackedLinear, targets: torch.Tensor, scal
     return log_probs_of(x, w.packed(), w.bias, targets, scale)
 
 
+def log_probs(logits: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> TokenLogProbs:
+    """The same under ``softmax(scale logits)``, of logits ``[..., V]`` that are there: computed in fp32, which no
+    tensor holds, with a gradient in their dtype."""
+    checked.check(logits, "logits")
+    _check_targets(logits, targets, scale, "logits")
+    return log_probs_of(logits, None, None, targets, scale)
+
+
+def _check_targets(x: torch.Tensor, targets: torch.Tensor, scale: float, name: str = "x") -> None:
+    if not isinstance(targets, torch.Tensor):
+        raise TypeError(f"targets is a {type(targets).__name__}; expected a torch.Tensor")
+    if targets.dtype != torch.int64 or targets.shape != x.shape[:-1]:
+        raise ValueError(
+            f"targets has shape {list(targets.shape)} and is {targets.dtype}; expected {list(x.shape[:-1])} and "
+            f"torch.int64, one for each row of {name}"
+        )
+    if not targets.is_cpu:
+        raise ValueError(f"targets is on {targets.device}; expected a CPU tensor")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; expected a finite number")
+
+
 def log_probs_of(
-    x: torch.Tensor, packed: _core.PackedMatrix, bias: torch.Tensor | None, targets: torch.Tensor, scale: float
+    x: torch.Tensor, packed: _core.PackedMatrix | None, bias: torch.Tensor | None, targets: torch.Tensor, scale: float
 ) -> TokenLogProbs:
-    """`gemm_log_probs` of arguments that fit."""
+    """`gemm_log_probs`, or without weights `log_probs`, of arguments that fit."""
     rows, ids = rows_of(x), targets.reshape(-1).contiguous()
     if torch.is_grad_enabled() and x.requires_grad:
         out = TokenLogProbs(*_LogProbs.apply(rows, packed, bias, ids, scale))  # type: ignore[no-untyped-call]
