@@ -49,6 +49,7 @@ def test_document(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
             else []
         ),
         "loss 64",
+        "loss of logits",
         "attention output 770",
         "FFN 2 770",
         "layernorm 64",

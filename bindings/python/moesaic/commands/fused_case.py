@@ -36,8 +36,10 @@ class Case:
     """One operator on one shape: `rows` x `k` to `rows` x `n`."""
 
     name: str
-    kind: str  #: "add_layernorm", "gelu", "adapter", "loss", "layernorm", "rmsnorm", "silu_mul", or of attention:
-    #: "attention", "training", "decoding"
+    kind: (
+        str  #: "add_layernorm", "gelu", "adapter", "loss", "loss_of_logits", "layernorm", "rmsnorm", "silu_mul", or of
+    )
+    #: attention: "attention", "training", "decoding"
     rows: int
     n: int
     k: int
@@ -76,6 +78,8 @@ class Case:
         values = self.rows * (self.k + self.n)
         if self.kind == "loss":  # the logits need not be in memory
             values = 3 * self.rows * self.k + 2 * self.n * self.k
+        if self.kind == "loss_of_logits":  # read both ways, and their gradient
+            values = 3 * self.rows * self.n
         if self.has_gemm:
             values += self.n * self.k
         if self.kind == "add_layernorm":
@@ -116,6 +120,7 @@ def cases(
         found.append(Case(f"attention in training, {tokens} tokens", "training", rows, n, n + 2 * keys, dtype, tokens))
         found.append(Case(f"decoding, {4 * tokens} keys", "decoding", 1, n, n, dtype, 4 * tokens))
     found += [Case(f"loss {h}", "loss", 4 * tokens, _VOCABULARY, h, dtype) for h in hidden]
+    found.append(Case("loss of logits", "loss_of_logits", 4 * tokens, _VOCABULARY, _VOCABULARY, dtype))
     odd = batch * max(1, tokens - 1)
     found += [
         Case("attention output 770", "add_layernorm", odd, 770, 770, dtype),
@@ -158,12 +163,13 @@ class Inputs:
         if case.kind == "loss":
             self.weight = (normal(case.n, case.k) / case.k**0.5).to(case.dtype)
             self.packed = PackedLinear(self.weight)
+        if case.kind in ("loss", "loss_of_logits"):
             self.targets = torch.randint(case.n, (case.rows,), generator=generator)
         if case.kind in ("adapter", "training"):
             self.d_out = normal(case.rows, case.n)
         elif case.kind == "decoding":
             self.cache = normal(2 * case.rows * _DECODER[1], case.tokens, _DECODER[2])
-        elif case.kind not in ("attention", "loss"):
+        elif case.kind not in ("attention", "loss", "loss_of_logits"):
             self.gamma, self.beta = normal(case.n), normal(case.n)
 
     def engine(self) -> torch.Tensor:
@@ -187,9 +193,9 @@ class Inputs:
         if self.case.kind == "adapter":
             return self._adapter_gradients(self.case.rows)[0]
         if self.case.kind == "loss":
-            return _loss_gradient(
-                lambda x: -functional.gemm_log_probs(x, self.packed, self.targets[: x.shape[0]]).log_probs, self.x
-            )
+            return _loss_gradient(lambda x: -functional.gemm_log_probs(x, self.packed, self.targets).log_probs, self.x)
+        if self.case.kind == "loss_of_logits":
+            return _loss_gradient(lambda x: -functional.log_probs(x, self.targets).log_probs, self.x)
         return functional.silu_mul(self.x)
 
     def error(self) -> float:
@@ -249,7 +255,7 @@ class Inputs:
         return _compute(self.case.kind, self.case.n, x, t, self.case.sequence)
 
     def _compiled(self, given: dict[str, torch.Tensor]) -> Callable[[], object] | str:
-        if self.case.kind in ("adapter", "loss", "training"):
+        if self.case.kind in ("adapter", "loss", "loss_of_logits", "training"):
             return "torch.compile is compared where no gradient is wanted"
         module = _Module(self.case.kind, self.case.n, given, self.case.sequence).eval()
         activations = [given[name] for name in ("x", "residual") if name in given]
@@ -261,7 +267,7 @@ class Inputs:
 
     def _trl(self) -> Callable[[], object] | str:
         if self.case.kind != "loss":
-            return "TRL is compared where there is a loss"
+            return "TRL is compared where a loss has a projection"
         try:
             from trl.kernels.chunked_logprob import ChunkedLogProbFunction
             from trl.trainer.utils import maybe_gather_lm_head_ctx  # noqa: F401  its backward does
@@ -382,11 +388,14 @@ def _compute(kind: str, n: int, x: torch.Tensor, t: dict[str, torch.Tensor], tok
         return _rows_of(F.scaled_dot_product_attention(*_cached(x, t["cache"]), enable_gqa=True))
     if kind == "adapter":
         return _peft_gradients(x, t["weight"], t["a"], t["b"], t["d_out"])[0]
-    if kind == "loss":  # in fp32, as transformers takes it
+    if kind in ("loss", "loss_of_logits"):  # in fp32, as transformers takes it
         wide = torch.promote_types(x.dtype, torch.float32)
-        return _loss_gradient(
-            lambda x: F.cross_entropy(F.linear(x, t["weight"]).to(wide), t["targets"], reduction="none"), x
-        )
+
+        def losses(x: torch.Tensor) -> torch.Tensor:
+            logits = F.linear(x, t["weight"]) if kind == "loss" else x
+            return F.cross_entropy(logits.to(wide), t["targets"], reduction="none")
+
+        return _loss_gradient(losses, x)
     if kind == "add_layernorm":
         total = F.linear(x, t["weight"], t["bias"]) + t["residual"]
         return F.layer_norm(total, (n,), t["gamma"], t["beta"], _EPS)
