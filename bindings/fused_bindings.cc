@@ -341,7 +341,7 @@ py::object FewQueriesAttention(const py::object& q, const py::object& k, const p
 }
 
 /// The targets of rows, int64 side by side.
-const std::int64_t* TargetsOf(const py::object& targets, std::int64_t rows) {
+const std::int64_t* IdsOf(const py::object& targets, std::int64_t rows) {
   const TensorView view = ViewOf(targets, {"targets"}, "int64");
   if (view.rank != 1 || view.dtype != DType::kInt64 || view.shape[0] != rows || (view.stride[0] != 1 && rows > 1)) {
     throw std::invalid_argument("targets is no contiguous int64 tensor for " + std::to_string(rows) + " rows");
@@ -360,7 +360,7 @@ py::object LogProbs(const py::object& x, const PackedMatrix* weight, const py::o
   args.bias = bias_values.data();
   args.scale = scale;
   const std::int64_t rows = args.x.shape[0];
-  args.targets = TargetsOf(targets, rows);
+  args.targets = IdsOf(targets, rows);
   OutputTensor out = OutputTensor::Contiguous(DType::kFloat32, 6, rows);
   std::vector<std::uint8_t> are_top1(static_cast<std::size_t>(rows));
   fused::LogProbsResults results;
@@ -390,7 +390,7 @@ py::object LogProbsBackward(const py::object& d_log_probs, const py::object& d_e
   args.forward.bias = bias_values.data();
   args.forward.scale = scale;
   const std::int64_t rows = args.forward.x.shape[0];
-  args.forward.targets = TargetsOf(targets, rows);
+  args.forward.targets = IdsOf(targets, rows);
   const FloatVector sums(log_sums, "log_sums", rows), entropy_values(entropies, "entropies", rows);
   const FloatVector d_log_prob_values(d_log_probs, "d_log_probs", rows), d_entropy_values(d_entropies, "d_entropies", rows);
   args.log_sums = sums.data();

@@ -176,15 +176,18 @@ struct RowDotsArgs {
 /// What is known of the logits z of sixteen rows, side by side, from the columns met so far.
 struct alignas(64) LogitStatistics {
   static constexpr float kNone = -__builtin_inff();
-  float most[16] = {kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone,
-                    kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone};  ///< the largest, m
-  float sum[16] = {};                                                         ///< of e^(z - m)
-  float weighted[16] = {};                                                    ///< of e^(z - m) (z - m)
-  float squares[16] = {};                                                     ///< of e^2(z - m)
-  float total[16] = {};                                                       ///< of z
-  float before[16] = {kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone,
-                      kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone};  ///< the largest before the target
-  float target[16] = {};                                                        ///< of the target, once it was met
+  float most[16];           ///< the largest, m
+  float sum[16] = {};       ///< of e^(z - m)
+  float weighted[16] = {};  ///< of e^(z - m) (z - m)
+  float squares[16] = {};   ///< of e^2(z - m)
+  float total[16] = {};     ///< of z
+  float before[16];         ///< the largest before the target
+  float target[16] = {};    ///< of the target, once it was met
+
+  /// Before any column.
+  constexpr LogitStatistics() {
+    for (int i = 0; i < 16; ++i) most[i] = before[i] = kNone;
+  }
 };
 
 /// Logits of up to sixteen rows: z = scale (product + bias).

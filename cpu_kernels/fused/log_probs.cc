@@ -24,7 +24,7 @@ using threadpool::TaskId;
 
 /// Tokens of the vocabulary whose logits are made at a time, and of which a row has statistics of their own.
 constexpr std::int64_t kChunk = 512, kPart = 2048;
-/// Rows of a block, which a task takes, and whose gradients are summed up at a time.
+/// Rows of a block, which a task takes, and that go at a time.
 constexpr std::int64_t kBlockRows = 128, kMostRows = 2048;
 /// Gradients of logits that wait until they are multiplied: some 16 MB, of so many tokens.
 constexpr std::int64_t kWaiting = std::int64_t{8} << 20, kLeastSlab = 4096, kMostSlab = 16384;
@@ -160,8 +160,8 @@ class Projection {
   }
 
   /// The logits of sixteen rows in what was multiplied last.
-  /// @param targets  [16] columns of the vocabulary; here counted from the chunk's first one
-  LogitBlock Logits(std::int64_t panel, std::int64_t from, std::int32_t* targets, const Memory& memory) const {
+  /// @param targets  [16] as LogitBlock has them
+  LogitBlock Logits(std::int64_t panel, std::int64_t from, const std::int32_t* targets, const Memory& memory) const {
     LogitBlock logits;
     const std::int64_t row = panel * kPanelRows;
     logits.by_rows = !is_bf16_;
@@ -170,7 +170,6 @@ class Projection {
     logits.columns = End(from) - from;
     logits.bias = args_.bias == nullptr ? nullptr : args_.bias + from;
     logits.scale = args_.scale;
-    for (int i = 0; i < kPanelRows; ++i) targets[i] -= static_cast<std::int32_t>(from);
     logits.targets = targets;
     return logits;
   }
@@ -200,12 +199,17 @@ struct Sixteen {
   }
 };
 
-void TargetsOf(const Projection& projection, const LogProbsArgs& args, std::int64_t first, std::int32_t (&targets)[16]) {
-  for (std::int64_t i = 0; i < 16; ++i) {
-    const bool is_row = first + i < projection.rows_count();
-    targets[i] = is_row ? static_cast<std::int32_t>(args.targets[projection.Row(first + i)]) : -1;
+/// Sixteen rows' targets, counted from the token `from`.
+struct Targets {
+  std::int32_t values[16];
+
+  Targets(const Projection& projection, const LogProbsArgs& args, std::int64_t first, std::int64_t from) {
+    for (std::int64_t i = 0; i < 16; ++i) {
+      const bool is_row = first + i < projection.rows_count();
+      values[i] = is_row ? static_cast<std::int32_t>(args.targets[projection.Row(first + i)] - from) : -1;
+    }
   }
-}
+};
 
 /// One call of LogProbs().
 class LogProbsRun {
@@ -250,10 +254,9 @@ class LogProbsRun {
       projection_.Multiply(block, from, FusedStage::kGemm, memory);
       const FusedRange range(FusedStage::kSoftmax, 0.0, 0.0);
       for (std::int64_t panel = 0; panel < panels; ++panel) {
-        std::int32_t targets[16];
-        TargetsOf(projection_, args_, (first + panel) * kPanelRows, targets);
+        const Targets targets(projection_, args_, (first + panel) * kPanelRows, from);
         FoldLogitsArgs fold;
-        fold.block = projection_.Logits(panel, from, targets, memory);
+        fold.block = projection_.Logits(panel, from, targets.values, memory);
         fold.statistics = &statistics_[(first + panel) * parts_ + part];
         projection_.kernels().fused.fold_logits(fold);
       }
@@ -302,37 +305,35 @@ class LogProbsRun {
   LogitStatistics* statistics_ = nullptr;  ///< [panels][parts]
 };
 
-/// What the gradients of sixteen rows' logits are made of.
+/// The gradient of sixteen rows' logits in a chunk, and what it is made of.
 class PanelGradient {
  public:
-  PanelGradient(const Projection& projection, const LogProbsGradArgs& args, std::int64_t first)
-      : projection_(projection),
-        has_entropies_(args.d_entropies != nullptr),
+  /// @param first  row of the panel; the chunk begins with token `chunk`, and was multiplied last
+  PanelGradient(const Projection& projection, const LogProbsGradArgs& args, std::int64_t first, std::int64_t chunk,
+                const Projection::Memory& memory)
+      : targets_(projection, args.forward, first, chunk),
         log_sums_(projection, first, args.log_sums),
         d_log_probs_(projection, first, args.d_log_probs),
         entropies_(projection, first, args.entropies),
         d_entropies_(projection, first, args.d_entropies) {
-    TargetsOf(projection, args.forward, first, targets_);
+    const std::int64_t panel = first % projection.block_rows() / kPanelRows;
+    args_.block = projection.Logits(panel, chunk, targets_.values, memory);
+    args_.log_sum = log_sums_.values;
+    args_.d_log_prob = d_log_probs_.values;
+    if (args.d_entropies == nullptr) return;
+    args_.entropy = entropies_.values;
+    args_.d_entropy = d_entropies_.values;
   }
+  PanelGradient(const PanelGradient&) = delete;
+  PanelGradient& operator=(const PanelGradient&) = delete;
 
-  /// Of the chunk that was multiplied last, but for where they go. Valid while this is; once.
-  LogitGradArgs Args(std::int64_t panel, std::int64_t chunk, const Projection::Memory& memory) {
-    LogitGradArgs grad;
-    grad.block = projection_.Logits(panel, chunk, targets_, memory);
-    grad.log_sum = log_sums_.values;
-    grad.d_log_prob = d_log_probs_.values;
-    if (has_entropies_) {
-      grad.entropy = entropies_.values;
-      grad.d_entropy = d_entropies_.values;
-    }
-    return grad;
-  }
+  /// But for where it goes. Points into this.
+  const LogitGradArgs& args() const { return args_; }
 
  private:
-  const Projection& projection_;
-  const bool has_entropies_;
+  const Targets targets_;
   const Sixteen log_sums_, d_log_probs_, entropies_, d_entropies_;
-  std::int32_t targets_[16];
+  LogitGradArgs args_;
 };
 
 /// The gradient of logits that are in memory, sixteen rows a task.
@@ -350,8 +351,8 @@ void LogitsGrad(const LogProbsGradArgs& args, std::vector<std::int64_t> rows, Po
     for (std::int64_t chunk = 0; chunk < projection.vocabulary(); chunk += kChunk) {
       projection.Multiply(block, chunk, FusedStage::kBackwardGemm, memory);
       const FusedRange range(FusedStage::kBackwardSoftmax, 0.0, 0.0);
-      PanelGradient gradient(projection, args, block * kPanelRows);
-      LogitGradArgs grad = gradient.Args(0, chunk, memory);
+      const PanelGradient gradient(projection, args, block * kPanelRows, chunk, memory);
+      LogitGradArgs grad = gradient.args();
       grad.rows = gradients;
       grad.rows_ld = kPitch;
       projection.kernels().fused.logit_grad(grad);
@@ -507,8 +508,8 @@ class LogProbsGradRun {
       projection_.Multiply(block, chunk, FusedStage::kBackwardGemm, memory.projection);
       const FusedRange range(FusedStage::kBackwardSoftmax, 0.0, 0.0);
       for (std::int64_t panel = 0; panel < panels; ++panel) {
-        PanelGradient gradient(projection_, args_, row + panel * kPanelRows);
-        LogitGradArgs grad = gradient.Args(panel, chunk, memory.projection);
+        const PanelGradient gradient(projection_, args_, row + panel * kPanelRows, chunk, memory.projection);
+        LogitGradArgs grad = gradient.args();
         if (projection_.is_bf16()) {
           grad.operand = Operand(block, slab_);
           grad.panel = panel;
@@ -602,6 +603,7 @@ class LogProbsGradRun {
 /// @return the size of the vocabulary
 std::int64_t Validate(const LogProbsArgs& args) {
   CheckMatrix(args.x, "x");
+  if (args.targets == nullptr && args.x.shape[0] > 0) throw std::invalid_argument("targets is null; expected one of each row");
   const std::int64_t vocabulary = args.weight == nullptr ? args.x.shape[1] : args.weight->rows();
   if (args.weight == nullptr) {
     Check(args.x, "x", args.x.shape[0], vocabulary, args.x.dtype);
@@ -620,6 +622,18 @@ std::int64_t Validate(const LogProbsArgs& args) {
   return vocabulary;
 }
 
+/// Up to kMostRows each, for memory's sake, and equally many: few rows are summed up in another order, and must not be the last
+/// ones of many.
+std::vector<std::vector<std::int64_t>> Pieces(const std::vector<std::int64_t>& rows) {
+  const auto count = static_cast<std::int64_t>(rows.size()), most = CeilDiv(count, CeilDiv(count, kMostRows));
+  std::vector<std::vector<std::int64_t>> pieces;
+  for (std::int64_t first = 0; first < count; first += most) {
+    const auto begin = rows.begin() + first;
+    pieces.emplace_back(begin, begin + std::min(most, count - first));
+  }
+  return pieces;
+}
+
 }  // namespace
 
 void LogProbs(const LogProbsArgs& args, const LogProbsResults& results, Pool& pool) {
@@ -635,11 +649,14 @@ void LogProbs(const LogProbsArgs& args, const LogProbsResults& results, Pool& po
   }
   if (counted.empty()) return;
   const Pool::Turn turn(pool);  // as many threads to its end as scratch memory is taken for
-  LogProbsRun(args, results, std::move(counted), pool).Run();
+  for (std::vector<std::int64_t>& rows : Pieces(counted)) LogProbsRun(args, results, std::move(rows), pool).Run();
 }
 
 void LogProbsGrad(const LogProbsGradArgs& args, Pool& pool) {
   Validate(args.forward);
+  if (args.log_sums == nullptr || (args.d_entropies != nullptr && args.entropies == nullptr)) {
+    throw std::invalid_argument("log_sums or entropies are null; expected what LogProbs() gave");
+  }
   const std::int64_t rows = args.forward.x.shape[0], columns = args.forward.x.shape[1];
   Check(args.d_x, "d_x", rows, columns, args.forward.x.dtype);
   std::vector<std::int64_t> counted;
@@ -656,13 +673,7 @@ void LogProbsGrad(const LogProbsGradArgs& args, Pool& pool) {
   if (counted.empty()) return;
   const Pool::Turn turn(pool);
   if (args.forward.weight == nullptr) return LogitsGrad(args, std::move(counted), pool);
-  // Few rows are summed up in another order: not where they are the last ones of many.
-  const auto pieces = CeilDiv(static_cast<std::int64_t>(counted.size()), kMostRows);
-  const auto of_piece = CeilDiv(static_cast<std::int64_t>(counted.size()), pieces);
-  for (std::int64_t first = 0; first < static_cast<std::int64_t>(counted.size()); first += of_piece) {
-    const auto begin = counted.begin() + first, end = std::min(begin + of_piece, counted.end());
-    LogProbsGradRun(args, {begin, end}, pool).Run();
-  }
+  for (std::vector<std::int64_t>& piece : Pieces(counted)) LogProbsGradRun(args, std::move(piece), pool).Run();
 }
 
 }  // namespace moesaic::fused

@@ -240,8 +240,8 @@ Outcome Evaluate(const Rows& x, const Rows& weight, std::int64_t rows, std::int6
 
 TEST(LogProbsTest, SameBitsOnAnyNumberOfThreads) {
   std::mt19937_64 random(5);
-  // Several blocks of rows and pieces of the vocabulary, neither of them whole; few rows; more than one slab.
-  for (const auto& [rows, depth, vocabulary] : {std::array<std::int64_t, 3>{300, 40, 5000}, {3, 70, 2100}, {40, 33, 17000}}) {
+  // Several blocks of rows and parts of the vocabulary, neither of them whole; few rows; several blocks and slabs.
+  for (const auto& [rows, depth, vocabulary] : {std::array<std::int64_t, 3>{300, 40, 5000}, {3, 70, 2100}, {140, 33, 17000}}) {
     for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
       const Rows x(dtype, RandomValues(rows, depth, random), depth + 3);
       const Rows weight(dtype, RandomValues(vocabulary, depth, random), depth);
@@ -290,6 +290,17 @@ TEST(LogProbsTest, RefusesWhatDoesNotFit) {
   targets[1] = 4;
   fused::LogProbsGradArgs args;
   args.forward = {x.view(), &packed, nullptr, 1.0f, targets.data()};
+  const Rows d_x(DType::kFloat32, 2, 8, 8);
+  const std::vector<float> ones(2, 1.0f);
+  args.d_log_probs = ones.data();
+  args.d_x = d_x.view();
+  EXPECT_THROW(fused::LogProbsGrad(args, pool), std::invalid_argument);  // no log_sums
+  args.log_sums = ones.data();
+  EXPECT_NO_THROW(fused::LogProbsGrad(args, pool));
+  args.d_entropies = ones.data();
+  EXPECT_THROW(fused::LogProbsGrad(args, pool), std::invalid_argument);  // no entropies
+  args.entropies = ones.data();
+  EXPECT_NO_THROW(fused::LogProbsGrad(args, pool));
   args.d_x = other.view();
   EXPECT_THROW(fused::LogProbsGrad(args, pool), std::invalid_argument);
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +68,7 @@ def test_losses_of_trl(dtype: torch.dtype) -> None:
     if dtype == torch.float32:  # TRL's logits are rounded to bf16
         assert torch.equal(out.is_top1, stock.is_top1)
     assert float((gradient - expected).norm() / expected.norm()) < tolerance
-    # Copies are served as well; what trains, and what is undone, is not.
-    for twin in (copy.deepcopy(model.lm_head), pickle.loads(pickle.dumps(model.lm_head))):
-        served = twin.forward.log_probs(torch.ones(1, 64, dtype=dtype), torch.zeros(1, dtype=torch.int64), 1.0)
-        assert served is not None
+    # What trains, and what is undone, is not served.
     model.lm_head.weight.requires_grad_()
     trl_loss(model, calls)
     assert not calls
@@ -81,27 +80,89 @@ def test_losses_of_trl(dtype: torch.dtype) -> None:
     assert not calls
 
 
+def apply(*arguments: Any) -> tuple[Any, int]:
+    """What TRL's function gives, and how often the engine took part."""
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    with moesaic.profile() as profile:
+        out = ChunkedLogProbFunction.apply(*arguments)
+    return out, sum(row["calls"] for row in profile.phases() if row["category"] == "fused")
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_function_itself(biased: bool) -> None:
+    model = trl_model(torch.float32)
+    if biased:
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(50), requires_grad=False)
+    x, targets = torch.randn(6, 64), torch.arange(6)
+    outputs = ("log_sum_sq_probs", "is_top1")
+    arguments = (targets, 0.7, 32, None, 3.0, outputs)  # temperature, a chunk, a scale of the logits
+    stock, count = apply(x, model.lm_head.weight, model.lm_head.bias, *arguments)
+    assert count == 0
+    moesaic.hf.fuse(model)
+    for head in (model.lm_head, copy.deepcopy(model.lm_head), pickle.loads(pickle.dumps(model.lm_head))):
+        found, count = apply(x, head.weight, head.bias, *arguments)
+        assert count > 0
+        for got, expected in zip(found, stock, strict=True):
+            if expected is None:
+                assert got is None
+            else:
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_what_of_trl_is_left_alone() -> None:
     model = trl_model(torch.float32)
     moesaic.hf.fuse(model)
+    from torch.autograd import forward_ad
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-    x, targets = torch.randn(6, 64), torch.arange(6)
+    x, targets, rest = torch.randn(6, 64), torch.arange(6), (1.0, 32, None, 1.0, ("entropy",))
     weight = model.lm_head.weight
-
-    def served(*arguments: Any) -> bool:
-        with moesaic.profile() as profile:
-            out = ChunkedLogProbFunction.apply(*arguments)
-        assert out[0].shape == (6,)
-        return any(row["category"] == "fused" for row in profile.phases())
-
-    assert served(x, weight, None, targets, 1.0, 32, None, 1.0, ("entropy",))
-    assert not served(x, weight, None, targets, 1.0, 32, 30.0, 1.0, ("entropy",))  # logits are capped
-    assert not served(x, weight, torch.zeros(50), targets, 1.0, 32, None, 1.0, ("entropy",))
-    assert not served(x, weight.clone(), None, targets, 1.0, 32, None, 1.0, ("entropy",))
-    assert not served(x, weight, None, targets, 1.0, 32)
+    assert apply(x, weight, None, targets, *rest)[1] > 0
+    for arguments in (
+        (x, weight, None, targets, 1.0, 32, 30.0, 1.0, ("entropy",)),  # logits are capped
+        (x, weight, torch.zeros(50), targets, *rest),
+        (x, weight.clone(), None, targets, *rest),
+        (x, weight, None, targets, 1.0, 32),
+        (x, weight, None, targets + 45, *rest),  # beyond the vocabulary
+    ):
+        assert apply(*arguments)[1] == 0
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not served(x, weight, None, targets, 1.0, 32, None, 1.0, ("entropy",))
+        assert apply(x, weight, None, targets, *rest)[1] == 0
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError):
+        apply(forward_ad.make_dual(x, torch.ones_like(x)), weight, None, targets, *rest)
+
+    class Mine(ChunkedLogProbFunction):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, *_: Any) -> torch.Tensor:
+            return torch.ones(3)
+
+    assert Mine.apply(x, weight, None, targets, *rest).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_heads_of_other_threads() -> None:
+    """One thread makes and drops heads while others look theirs up."""
+    model = trl_model(torch.float32)
+    moesaic.hf.fuse(model)
+    x, targets, end = torch.randn(2, 64), torch.arange(2), threading.Event()
+
+    def copies() -> None:
+        while not end.is_set():
+            copy.deepcopy(model.lm_head)
+
+    threads = [threading.Thread(target=copies) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-5)
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            apply(x, model.lm_head.weight, None, targets, 1.0, 32, None, 1.0, ())
+    finally:
+        end.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
 
 
 @needs_peft_20

@@ -13,7 +13,7 @@ from moesaic.nn import PackedLinear
 from moesaic.nn import functional as fused
 
 #: (rows, K, V): one row; off every grid; several blocks of rows and slabs of the vocabulary; more rows than go at once.
-SHAPES = [(1, 64, 100), (7, 96, 1001), (40, 130, 17000), (2100, 40, 3001)]
+SHAPES = [(1, 64, 100), (7, 96, 1001), (140, 40, 17000), (2100, 40, 3001)]
 BOUND = {torch.bfloat16: 5e-3, torch.float32: 1e-6}
 
 
@@ -228,3 +228,16 @@ def test_gaps_between_rows_of_logits() -> None:
             assert torch.equal(got, expected)
     finally:
         moesaic.set_num_threads(before)
+
+
+def test_results_may_be_written_to() -> None:
+    x, weight, _, targets = case(6, 32, 50, torch.float32)
+    w = PackedLinear(weight)
+    x.requires_grad_()
+    expected, *_ = torch.autograd.grad(fused.gemm_log_probs(x, w, targets).log_probs.sum(), x)
+    out = fused.gemm_log_probs(x, w, targets)
+    out.mean_logits.add_(1)
+    out.log_sum_sq_probs.zero_()
+    out.log_probs.detach().clamp_(max=-1e9)
+    (2 * out.log_probs.mul_(0.5)).sum().backward()
+    torch.testing.assert_close(x.grad, expected)

@@ -29,11 +29,11 @@ one set of inputs; ratio: the peer's median over moesaic's. torch: eager, an ada
 transformers; compile: torch.compile with frozen weights; onednn: the oneDNN inside PyTorch on weights that it packed
 before, GELU and residual as post-ops, a norm behind them; trl: the log-probabilities of TRL's trainers. of limit: the
 larger of flops / compute ceiling and bytes read and written / read bandwidth, over the time; ceilings are probed before
-and after each repetition, and one whose probes differ by more than 10% does not count. of stream, of silu_mul: the time of PyTorch's
-exclusive or of both halves, as much read and written and hardly any arithmetic, from the caches or memory as the
-engine's call finds its input, over the time. Before each timed call of the engine and of that one the same call on 16
-rows (decoding: keys) brings its code back, which the probe has driven out of the caches. odd over aligned: flops a
-second of hidden 770 over those of 768.
+and after each repetition, and one whose probes differ by more than 10% does not count. of stream, of silu_mul: the
+time of PyTorch's exclusive or of both halves, as much read and written and hardly any arithmetic, from the caches or
+memory as the engine's call finds its input, over the time. Before each timed call of the engine and of that one the
+same call on 16 rows (decoding: keys) brings its code back, which the probe has driven out of the caches. odd over
+aligned: flops a second of hidden 770 over those of 768.
 Results are compared with PyTorch in double precision on 256 rows (attention: on one sequence) first; exits 1 if one
 is wrong."""
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
+from moesaic import forward_mode
 from moesaic.hf.operators import Dense
 from moesaic.nn.log_probs import TokenLogProbs, log_probs_of
 
@@ -34,26 +36,31 @@ _ARGUMENTS = (
 )
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
-#: All that there are.
+_lock = threading.Lock()
+#: All that there are, guarded by `_lock`.
 _heads: weakref.WeakSet[Head] = weakref.WeakSet()
 
 
 class Head(Dense):
     """The projection to the vocabulary, whose weights are most of what a model reads for a token."""
 
-    def __new__(cls, *_: Any) -> Head:
-        """As ever; copies and unpickled ones are known to TRL's function, too."""
-        head = super().__new__(cls)
-        _heads.add(head)
-        _install()
-        return head
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.name = "gemm_bias, gemm_log_probs" if _install() else "gemm_bias"
+        self._register()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "name": self.name}
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._register()
+
+    def _register(self) -> None:
+        _install()
+        with _lock:
+            _heads.add(self)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """What it computes: with a TRL that asks for them, log-probabilities as well."""
+        return "gemm_bias, gemm_log_probs" if _install() else "gemm_bias"
 
     def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
         """The logits; None where the engine may not, or the weight trains."""
@@ -65,8 +72,11 @@ class Head(Dense):
         """Of `targets` ``[rows]`` after `x` ``[rows, K]``; None where the engine may not."""
         module = self.module
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        if trains or x.dtype != module.weight.dtype or not self._may_run((x,)):
+        fits = x.dim() == 2 and targets.shape == x.shape[:1] and targets.dtype == torch.int64 and targets.is_cpu
+        if trains or not fits or x.dtype != module.weight.dtype or forward_mode.is_on() or not self._may_run((x,)):
             return None
+        if not ((targets >= 0) & (targets < module.out_features)).all():
+            return None  # for TRL they mean something else
         return log_probs_of(x, self._pack("weight", [module], ((),)).packed(), module.bias, targets, scale)
 
 
@@ -86,14 +96,13 @@ def _install() -> bool:
         return False
     if tuple(inspect.signature(ChunkedLogProbFunction.forward).parameters)[1:] != _ARGUMENTS:
         return False
-    stock = ChunkedLogProbFunction.apply
 
-    @functools.wraps(stock)
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        found = _log_probs(*args) if len(args) == len(_ARGUMENTS) and not kwargs else None
-        return stock(*args, **kwargs) if found is None else found
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = cls is ChunkedLogProbFunction and len(args) == len(_ARGUMENTS) and not kwargs
+        found = _log_probs(*args) if asked and not torch.compiler.is_compiling() else None
+        return super(ChunkedLogProbFunction, cls).apply(*args, **kwargs) if found is None else found
 
-    ChunkedLogProbFunction.apply = staticmethod(apply)
+    ChunkedLogProbFunction.apply = classmethod(apply)
     return True
 
 
@@ -109,9 +118,10 @@ def _log_probs(
     outputs: tuple[str, ...],
 ) -> tuple[torch.Tensor | None, ...] | None:
     """What TRL's function returns; None where the engine may not compute it."""
-    head = next((h for h in _heads if h.module.weight is weight and h.module.__dict__.get("forward") is h), None)
-    fits = head is not None and head.module.bias is bias and softcap is None
-    if head is None or not fits or hidden.dim() != 2 or targets.dtype != torch.int64 or not targets.is_cpu:
+    with _lock:
+        heads = [head for head in _heads if head.module.__dict__.get("forward") is head]
+    head = next((head for head in heads if head.module.weight is weight and head.module.bias is bias), None)
+    if head is None or softcap is not None:
         return None
     found = head.log_probs(hidden, targets, logit_scale / temperature)
     if found is None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from moesaic import forward_mode
 from moesaic.nn import functional
 
 __all__ = ["causal_lm_loss", "restore", "serve"]
@@ -54,6 +55,7 @@ def causal_lm_loss(
 def _may_run(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, ignore_index: int) -> bool:
     return bool(
         not torch.compiler.is_compiling()
+        and not forward_mode.is_on()
         and not torch._C._are_functorch_transforms_active()
         and logits.is_cpu
         and targets.is_cpu

@@ -75,7 +75,9 @@ class _LogProbs(torch.autograd.Function):
 def _forward(
     x: torch.Tensor, packed: _core.PackedMatrix | None, bias: torch.Tensor | None, targets: torch.Tensor, scale: float
 ) -> tuple[TokenLogProbs, torch.Tensor]:
-    of_targets, log_sums, entropy, log_squares, mean, is_top1 = _core.log_probs(x, packed, targets, bias, scale)
+    # Clones: who writes to one of them is not to write to what another one's backward needs.
+    rows = (row.clone() for row in _core.log_probs(x, packed, targets, bias, scale))
+    of_targets, log_sums, entropy, log_squares, mean, is_top1 = rows
     return TokenLogProbs(of_targets, entropy, log_squares, mean, is_top1 != 0), log_sums
 
 
