@@ -654,10 +654,10 @@ void LogProbs(const LogProbsArgs& args, const LogProbsResults& results, Pool& po
 
 void LogProbsGrad(const LogProbsGradArgs& args, Pool& pool) {
   Validate(args.forward);
-  if (args.log_sums == nullptr || (args.d_entropies != nullptr && args.entropies == nullptr)) {
+  const std::int64_t rows = args.forward.x.shape[0], columns = args.forward.x.shape[1];
+  if (rows > 0 && (args.log_sums == nullptr || (args.d_entropies != nullptr && args.entropies == nullptr))) {
     throw std::invalid_argument("log_sums or entropies are null; expected what LogProbs() gave");
   }
-  const std::int64_t rows = args.forward.x.shape[0], columns = args.forward.x.shape[1];
   Check(args.d_x, "d_x", rows, columns, args.forward.x.dtype);
   std::vector<std::int64_t> counted;
   const auto bytes = static_cast<std::size_t>(columns * SizeOf(args.d_x.dtype));
