@@ -152,9 +152,11 @@ class Projection {
     for (std::int64_t i = 0; i < RowsOfBlock(block); ++i) {
       const void* const row = RowAt(args_.x, Row(block * block_rows_ + i), from);
       float* const out = memory.products + i * SumsPitch(kChunk);
-      for (std::int64_t c = 0; c < End(from) - from; ++c) {
-        out[c] = args_.x.dtype == DType::kFloat32 ? static_cast<const float*>(row)[c]
-                                                  : ToFloat(static_cast<const BFloat16*>(row)[c]);
+      const std::int64_t count = End(from) - from;
+      if (args_.x.dtype == DType::kFloat32) {
+        std::copy_n(static_cast<const float*>(row), count, out);
+      } else {
+        for (std::int64_t c = 0; c < count; ++c) out[c] = ToFloat(static_cast<const BFloat16*>(row)[c]);
       }
     }
   }

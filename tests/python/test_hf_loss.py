@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 pytest.importorskip("transformers")
 
@@ -27,10 +28,10 @@ def case(dtype: torch.dtype, vocabulary: int = 700) -> tuple[torch.Tensor, torch
 
 
 def calls(run: Any) -> tuple[Any, int]:
-    """The result, and how often the engine took part."""
+    """The result, and how often the engine took statistics of logits."""
     with moesaic.profile() as profile:
         out = run()
-    return out, sum(row["calls"] for row in profile.phases() if row["category"] == "fused")
+    return out, sum(row["calls"] for row in profile.phases() if row["name"] == "softmax")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -77,20 +78,42 @@ def test_what_is_left_to_transformers() -> None:
     ):
         assert calls(lambda a=arguments: causal_lm_loss(*a))[1] == 0
     assert calls(lambda: causal_lm_loss(logits, labels.clamp(min=0), 700, ignore_index=0))[1] == 0
+    assert calls(lambda: causal_lm_loss(torch._neg_view(logits), labels, 700))[1] == 0
+    assert calls(lambda: torch.func.grad(lambda x: causal_lm_loss(x, labels, 700))(logits))[1] == 0
+    assert calls(lambda: torch.compile(causal_lm_loss, backend="eager")(logits, labels, 700))[1] == 0
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(logits, torch.ones_like(logits))
+        value, count = calls(lambda: causal_lm_loss(dual, labels, 700))
+        assert count == 0
+        assert forward_ad.unpack_dual(value).tangent is not None
     for wrong in (700, -3):
         labels[1, 5] = wrong
         with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
             causal_lm_loss(logits, labels, 700)
 
 
+def test_logits_that_are_written_to_before_backward() -> None:
+    logits, labels = case(torch.float32)
+    logits.requires_grad_()
+    own = logits * 1.0
+    loss = causal_lm_loss(own, labels, 700)
+    own.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_the_loss_of_a_model() -> None:
     model = qwen3_moe()
     ids = torch.arange(18).view(2, 9)
-    stock = model(input_ids=ids, labels=ids)
+    stock, count = calls(lambda: model(input_ids=ids, labels=ids))
+    assert count == 0
     report = moesaic.hf.fuse(model, attention=False)
     assert "1 x Qwen3MoeForCausalLM: log_probs, as its loss" in str(report)
     out, count = calls(lambda: model(input_ids=ids, labels=ids))
     assert count > 0
+    with moesaic.profile() as profile:
+        out.loss.backward()
+    assert [row for row in profile.phases() if row["name"] == "backward_softmax"]
     torch.testing.assert_close(out.loss, stock.loss, rtol=1e-5, atol=0)
     torch.testing.assert_close(out.logits, stock.logits, rtol=1e-4, atol=1e-5)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -101,3 +124,4 @@ def test_the_loss_of_a_model() -> None:
     moesaic.hf.fuse(model)
     assert model.loss_function is mine
     assert "as its loss" not in str(moesaic.hf.fuse(bert()))
+    assert "as its loss" not in str(moesaic.hf.fuse(qwen3_moe().half()))

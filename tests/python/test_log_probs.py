@@ -219,15 +219,28 @@ def test_gaps_between_rows_of_logits() -> None:
         fused.log_probs(whole, targets[:2])
     with pytest.raises(ValueError, match=r"logits is torch\.float16; expected torch\.bfloat16 or torch\.float32"):
         fused.log_probs(whole.half(), targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_same_bits_of_logits_for_any_number_of_threads(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(10)
+    whole = torch.randn(2100, 700, generator=generator).to(dtype)  # more rows than go at once, and gaps between them
+    targets = torch.randint(600, (2100,), generator=generator)
     before = moesaic.get_num_threads()
+    found = []
     try:
-        moesaic.set_num_threads(3)
-        many = fused.log_probs(whole, targets)
-        moesaic.set_num_threads(1)
-        for got, expected in zip(many, fused.log_probs(whole, targets), strict=True):
-            assert torch.equal(got, expected)
+        for threads in (1, 3):
+            moesaic.set_num_threads(threads)
+            leaf = whole.clone().requires_grad_()
+            out = fused.log_probs(leaf[:, :600], targets)
+            out.log_probs.sum().backward()
+            found.append([*out, leaf.grad])
     finally:
         moesaic.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))  # type: ignore[arg-type]
+    exact = whole.double().requires_grad_()
+    exact[:, :600].log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
+    assert float((found[0][-1].double() - exact.grad).norm() / exact.grad.norm()) < BOUND[dtype]  # type: ignore[union-attr]
 
 
 def test_results_may_be_written_to() -> None:

@@ -100,7 +100,7 @@ class Case:
 def cases(
     batch: int, tokens: int, hidden: Sequence[int], silu_batches: Sequence[int], dtype: torch.dtype
 ) -> list[Case]:
-    """The layers of an encoder of each size, attention of a decoder, odd shapes, norms and gates."""
+    """The layers of an encoder of each size, attention of a decoder, losses, odd shapes, norms and gates."""
     rows = batch * tokens
     found = []
     for h in hidden:

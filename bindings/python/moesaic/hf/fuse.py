@@ -69,7 +69,7 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
     of encoders and of decoders, that train or generate (`moesaic.nn.functional.attention`); and the loss of causal
     language models (`moesaic.nn.functional.log_probs`). The losses of TRL's trainers read the weights of the projection
     to the vocabulary themselves: they get their log-probabilities from the engine
-    (`moesaic.nn.functional.gemm_log_probs`).
+    (`moesaic.nn.functional.gemm_log_probs`). Logits must not be written to between a loss and its backward.
 
     A module's forward is replaced only if it and the operator agree on a probe; attention is looked up in each call by
     transformers itself, and not probed, nor are losses. A module keeps its parameters and its state_dict; the

@@ -29,6 +29,9 @@ def causal_lm_loss(
 ) -> torch.Tensor:
     """transformers' ``ForCausalLMLoss``, by the engine where it computes the same; else as it is there.
 
+    Backward reads the logits again: they must not be written to before it (PyTorch refuses, but for writes through
+    ``.data``). It may be differentiated once.
+
     Args:
         logits: ``[..., T, vocab_size]``.
         labels: ``[..., T]``, each of which the token before it is to tell; or None, with `shift_labels`.
@@ -43,7 +46,11 @@ def causal_lm_loss(
     if targets is not None and _may_run(logits, targets, vocab_size, ignore_index):
         rows, targets = logits.view(-1, vocab_size), targets.reshape(-1)
         total = -functional.log_probs(rows, targets).log_probs.sum()
-        return total / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
+        if num_items_in_batch is None:
+            return total / (targets != ignore_index).sum()
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     loss: torch.Tensor = ForCausalLMLoss(
@@ -55,8 +62,11 @@ def causal_lm_loss(
 def _may_run(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, ignore_index: int) -> bool:
     return bool(
         not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         and not forward_mode.is_on()
         and not torch._C._are_functorch_transforms_active()
+        and type(logits) is type(targets) is torch.Tensor
+        and not logits.is_neg()
         and logits.is_cpu
         and targets.is_cpu
         and logits.dtype in (torch.bfloat16, torch.float32)
@@ -71,7 +81,7 @@ def _may_run(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, ignor
 
 
 def serve(module: nn.Module) -> bool:
-    """Lets `causal_lm_loss` be the loss of `module`, if transformers' own is."""
+    """Lets `causal_lm_loss` be the loss of `module`, if transformers' own is, and it computes in bf16 or fp32."""
     if "_loss_function" in module.__dict__:
         return False
     try:
@@ -81,7 +91,7 @@ def serve(module: nn.Module) -> bool:
         return False
     if not isinstance(module, PreTrainedModel) or getattr(module, "loss_type", None) != "ForCausalLM":
         return False
-    if module.loss_function is not ForCausalLMLoss:
+    if module.loss_function is not ForCausalLMLoss or module.dtype not in (torch.bfloat16, torch.float32):
         return False
     module.loss_function = causal_lm_loss
     return True

@@ -32,7 +32,7 @@ class TokenLogProbs(NamedTuple):
 
 
 class _LogProbs(torch.autograd.Function):
-    """Saves x and two numbers of each row; backward makes the logits again."""
+    """Saves x and two numbers of each row; backward makes the logits again, where x is not they."""
 
     @staticmethod
     def forward(
