@@ -1,4 +1,5 @@
-// Reading and writing single elements of a view, whatever its type: for references, validation, routing and slow paths.
+// Single elements of a view, whatever its type, read, written and found in memory: for references, validation, routing and slow
+// paths.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +12,11 @@ namespace moesaic {
 
 inline std::int64_t ElementOffset(const TensorView& view, std::int64_t i, std::int64_t j, std::int64_t k = 0) {
   return i * view.stride[0] + j * view.stride[1] + k * view.stride[2];
+}
+
+/// Where element (i, j) of a view lies; null of one that is not defined.
+inline void* AddressOf(const TensorView& view, std::int64_t i, std::int64_t j) {
+  return view.defined() ? static_cast<char*>(view.data) + ElementOffset(view, i, j) * SizeOf(view.dtype) : nullptr;
 }
 
 /// Element (i, j, k) of a floating-point view as fp32 (exact).

@@ -23,6 +23,6 @@ lora = LoraConfig(
 )
 data = load_dataset("text", data_files=text, split="train")
 trainer = SFTTrainer(model, SFTConfig(out, use_cpu=True, max_steps=100), train_dataset=data, peft_config=lora)
-print(moesaic.hf.fuse(trainer.model))  # attention, dense layers and the adapters on them by the engine, too
+print(moesaic.hf.fuse(trainer.model))  # attention, dense layers with their adapters, and the loss, too
 trainer.train()
 trainer.save_model()  # a PEFT folder, which fits the stock model as well

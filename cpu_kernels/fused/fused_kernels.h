@@ -195,7 +195,7 @@ struct LogitBlock {
   const float* products = nullptr;  ///< [columns][ld], rows side by side; `by_rows`: [16][ld]
   bool by_rows = false;
   std::int64_t ld = 0;          ///< elements
-  std::int64_t columns = 0;     ///< those that there are; memory for the next multiple of 32
+  std::int64_t columns = 0;     ///< those that there are; memory for the next multiple of 16
   const float* bias = nullptr;  ///< [columns], or null
   float scale = 1;
   const std::int32_t* targets = nullptr;  ///< [16] each row's column, from the first one here on; any that is not here

@@ -13,6 +13,7 @@
 #include "cpu_kernels/fused/ranges.h"
 #include "cpu_kernels/fused/scratch.h"
 #include "cpu_kernels/kernels.h"
+#include "cpu_kernels/tensor_access.h"
 #include "cpu_kernels/tile_evaluator.h"
 
 namespace moesaic::fused {
@@ -123,11 +124,6 @@ Plan MakePlan(const Shape& shape, Form form, bool whole_rows, int threads) {
 template <typename T>
 T* RowAt(const TensorView& view, std::int64_t row) {
   return static_cast<T*>(view.data) + row * view.stride[0];
-}
-
-void* At(const TensorView& view, std::int64_t row, std::int64_t column) {
-  if (!view.defined()) return nullptr;
-  return static_cast<char*>(view.data) + (row * view.stride[0] + column) * SizeOf(view.dtype);
 }
 
 /// Whether what is read and written does not fit the cores' own caches by far, so that writing past them saves reading. The
@@ -413,23 +409,23 @@ class LinearRun {
     epilogue.transposed = transposed;
     epilogue.transposed_ld = SumsPitch(plan_.block_rows);
     epilogue.bias = (args_.bias != nullptr ? args_.bias : zeros_.data()) + from;
-    epilogue.addend = At(args_.addend, row, from);
+    epilogue.addend = AddressOf(args_.addend, row, from);
     epilogue.addend_stride = args_.addend.stride[0];
     epilogue.activation = args_.activation;
     const TensorView& residual = args_.weight == nullptr ? args_.x : args_.residual;
-    epilogue.residual = At(residual, row, from);
+    epilogue.residual = AddressOf(residual, row, from);
     epilogue.residual_stride = residual.stride[0];
     epilogue.norm = args_.norm;
     epilogue.gamma = args_.gamma != nullptr ? args_.gamma : ones_.data();
     epilogue.beta = args_.beta != nullptr ? args_.beta : zeros_.data();
     epilogue.epsilon = args_.epsilon;
     epilogue.values = memory.values;
-    epilogue.out = At(args_.out, row, from);
+    epilogue.out = AddressOf(args_.out, row, from);
     epilogue.out_stride = args_.out.stride[0];
     epilogue.stream = stream_;
-    epilogue.pre = At(args_.pre, row, from);
+    epilogue.pre = AddressOf(args_.pre, row, from);
     epilogue.pre_stride = args_.pre.stride[0];
-    epilogue.normalized = At(args_.normalized, row, from);
+    epilogue.normalized = AddressOf(args_.normalized, row, from);
     epilogue.inverse_std = args_.inverse_std != nullptr ? args_.inverse_std + row : nullptr;
     kernels_.fused.row_epilogue(epilogue);
   }
@@ -514,11 +510,11 @@ void NormGrad(const NormGradArgs& args, Pool& pool) {
     part.rows = std::min(kRows, rows - row);
     part.columns = columns;
     part.norm = args.norm;
-    part.d_out = At(args.d_out, row, 0);
-    part.normalized = At(args.normalized, row, 0);
+    part.d_out = AddressOf(args.d_out, row, 0);
+    part.normalized = AddressOf(args.normalized, row, 0);
     part.inverse_std = args.inverse_std + row;
     part.gamma = args.gamma != nullptr ? args.gamma : ones.data();
-    part.d_in = At(args.d_in, row, 0);
+    part.d_in = AddressOf(args.d_in, row, 0);
     part.d_gamma = sums + 2 * block * ld;
     part.d_beta = part.d_gamma + ld;
     std::memset(part.d_gamma, 0, static_cast<std::size_t>(2 * ld) * sizeof(float));
@@ -553,9 +549,9 @@ void ActivationGrad(Activation activation, const TensorView& d_out, const Tensor
     part.dtype = d_out.dtype;
     part.activation = activation;
     part.count = std::min(step, rows - i * step) * columns;
-    part.d_out = At(d_out, i * step, 0);
-    part.pre = At(pre, i * step, 0);
-    part.d_pre = At(d_pre, i * step, 0);
+    part.d_out = AddressOf(d_out, i * step, 0);
+    part.pre = AddressOf(pre, i * step, 0);
+    part.d_pre = AddressOf(d_pre, i * step, 0);
     const FusedRange range(FusedStage::kBackwardActivation, 0.0, 3.0 * static_cast<double>(part.count * size));
     kernels.fused.activation_backward(part);
   });
@@ -577,10 +573,10 @@ void SiluMulRows(const TensorView& x, const TensorView& out, Pool& pool) {
     part.dtype = x.dtype;
     part.rows = std::min(step, rows - i * step);
     part.columns = columns;
-    part.gate = At(x, i * step, 0);
-    part.up = At(x, i * step, columns);
+    part.gate = AddressOf(x, i * step, 0);
+    part.up = AddressOf(x, i * step, columns);
     part.in_stride = x.stride[0];
-    part.out = At(out, i * step, 0);
+    part.out = AddressOf(out, i * step, 0);
     part.out_stride = out.stride[0];
     part.stream = stream;
     const FusedRange range(FusedStage::kSiluMul, 0.0, 3.0 * static_cast<double>(part.rows * columns * size));
@@ -602,13 +598,13 @@ void SiluMulGrad(const TensorView& d_out, const TensorView& x, const TensorView&
     part.dtype = x.dtype;
     part.rows = std::min(step, rows - i * step);
     part.columns = columns;
-    part.d_out = At(d_out, i * step, 0);
+    part.d_out = AddressOf(d_out, i * step, 0);
     part.out_stride = d_out.stride[0];
-    part.gate = At(x, i * step, 0);
-    part.up = At(x, i * step, columns);
+    part.gate = AddressOf(x, i * step, 0);
+    part.up = AddressOf(x, i * step, columns);
     part.in_stride = x.stride[0];
-    part.d_gate = At(d_x, i * step, 0);
-    part.d_up = At(d_x, i * step, columns);
+    part.d_gate = AddressOf(d_x, i * step, 0);
+    part.d_up = AddressOf(d_x, i * step, columns);
     part.d_in_stride = d_x.stride[0];
     const FusedRange range(FusedStage::kBackwardSiluMul, 0.0, 5.0 * static_cast<double>(part.rows * columns * size));
     kernels.fused.silu_mul_backward(part);

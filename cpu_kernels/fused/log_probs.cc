@@ -4,6 +4,7 @@
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu_kernels/fused/checks.h"
@@ -158,7 +159,7 @@ void LogProbs(const LogProbsArgs& args, const LogProbsResults& results, Pool& po
   }
   if (counted.empty()) return;
   const Pool::Turn turn(pool);  // as many threads to its end as scratch memory is taken for
-  for (std::vector<std::int64_t>& rows : Pieces(counted)) LogProbsRun(args, results, std::move(rows), pool).Run();
+  for (std::vector<std::int64_t>& piece : Pieces(counted)) LogProbsRun(args, results, std::move(piece), pool).Run();
 }
 
 }  // namespace moesaic::fused

@@ -78,7 +78,7 @@ void LogitsGrad(const LogProbsGradArgs& args, std::vector<std::int64_t> rows, Po
         store.ld = kPitch;
         store.rows = 1;
         store.columns = grad.block.columns;
-        store.out = RowAt(args.d_x, projection.Row(block * kPanelRows + i), chunk);
+        store.out = AddressOf(args.d_x, projection.Row(block * kPanelRows + i), chunk);
         store.dtype = args.d_x.dtype;
         store.out_stride = args.d_x.stride[0];
         projection.kernels().store_rows(store);
@@ -294,7 +294,7 @@ class LogProbsGradRun {
       store.ld = ld_;
       store.rows = 1;
       store.columns = projection_.depth();
-      store.out = RowAt(args_.d_x, projection_.Row(i), 0);
+      store.out = AddressOf(args_.d_x, projection_.Row(i), 0);
       store.dtype = args_.d_x.dtype;
       store.out_stride = args_.d_x.stride[0];
       projection_.kernels().store_rows(store);
@@ -333,7 +333,7 @@ void LogProbsGrad(const LogProbsGradArgs& args, Pool& pool) {
     if (args.forward.targets[row] >= 0 && (has_log_prob || has_entropy)) {
       counted.push_back(row);
     } else {
-      std::memset(RowAt(args.d_x, row, 0), 0, bytes);
+      std::memset(AddressOf(args.d_x, row, 0), 0, bytes);
     }
   }
   if (counted.empty()) return;

@@ -10,6 +10,7 @@
 #include "cpu_kernels/fused/log_probs.h"
 #include "cpu_kernels/fused/ranges.h"
 #include "cpu_kernels/kernels.h"
+#include "cpu_kernels/tensor_access.h"
 #include "cpu_kernels/tile_evaluator.h"
 
 namespace moesaic::fused {
@@ -25,10 +26,6 @@ void CheckLogProbs(const LogProbsArgs& args);
 /// These rows, up to 2,048 at a time for memory's sake, and equally many: few rows are summed up in another order, and must not
 /// be the last ones of many.
 std::vector<std::vector<std::int64_t>> Pieces(const std::vector<std::int64_t>& rows);
-
-inline void* RowAt(const TensorView& view, std::int64_t row, std::int64_t column) {
-  return static_cast<char*>(view.data) + (row * view.stride[0] + column) * SizeOf(view.dtype);
-}
 
 /// Some rows of x and the products of them with the vocabulary, block by block; or these themselves, where there is no weight.
 class Projection {
@@ -90,7 +87,7 @@ class Projection {
     const std::int64_t first = block * block_rows_, rows = RowsOfBlock(block);
     const FusedRange range(FusedStage::kPack, 0.0, 2.0 * static_cast<double>(rows * depth_ * SizeOf(args_.x.dtype)));
     const void* pointers[kBlockRows];
-    for (std::int64_t i = 0; i < rows; ++i) pointers[i] = RowAt(args_.x, Row(first + i), 0);
+    for (std::int64_t i = 0; i < rows; ++i) pointers[i] = AddressOf(args_.x, Row(first + i), 0);
     if (!is_bf16_) {
       const auto bytes = static_cast<std::size_t>(depth_) * sizeof(float);
       for (std::int64_t i = 0; i < rows; ++i) std::memcpy(memory.rows + i * ld_x_, pointers[i], bytes);
@@ -147,7 +144,7 @@ class Projection {
   void Load(std::int64_t block, std::int64_t from, const Memory& memory) const {
     const FusedRange range(FusedStage::kPack, 0.0, 0.0);
     for (std::int64_t i = 0; i < RowsOfBlock(block); ++i) {
-      const void* const row = RowAt(args_.x, Row(block * block_rows_ + i), from);
+      const void* const row = AddressOf(args_.x, Row(block * block_rows_ + i), from);
       float* const out = memory.products + i * SumsPitch(kChunk);
       const std::int64_t count = End(from) - from;
       if (args_.x.dtype == DType::kFloat32) {

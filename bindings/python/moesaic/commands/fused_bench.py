@@ -1,4 +1,5 @@
-"""`moesaic bench fused`: fused dense layers beside PyTorch eager, torch.compile and oneDNN with post-ops."""
+"""`moesaic bench fused`: fused dense layers beside PyTorch eager, torch.compile and oneDNN with post-ops, losses
+beside TRL's."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ is wrong."""
 def add_parser(benches: Any) -> None:
     """Adds the command to those of `bench`."""
     parser = benches.add_parser(
-        "fused", help="fused dense layers, attention, norms and gates", description=_DESCRIPTION
+        "fused", help="fused dense layers, losses, attention, norms and gates", description=_DESCRIPTION
     )
     parser.add_argument("--batch", type=options.positive, default=16, metavar="B", help="sequences (default 16)")
     parser.add_argument("--tokens", type=options.positive, default=512, metavar="S", help="of one (default 512)")

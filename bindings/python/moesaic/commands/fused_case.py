@@ -36,10 +36,8 @@ class Case:
     """One operator on one shape: `rows` x `k` to `rows` x `n`."""
 
     name: str
-    kind: (
-        str  #: "add_layernorm", "gelu", "adapter", "loss", "loss_of_logits", "layernorm", "rmsnorm", "silu_mul", or of
-    )
-    #: attention: "attention", "training", "decoding"
+    kind: str  #: "add_layernorm", "gelu", "adapter", "loss", "loss_of_logits", "layernorm", "rmsnorm", "silu_mul",
+    #: or of attention: "attention", "training", "decoding"
     rows: int
     n: int
     k: int

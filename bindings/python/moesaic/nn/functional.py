@@ -1,4 +1,4 @@
-"""Fused dense layers, the norms, gates and attention beside them.
+"""Fused dense layers, the norms, gates and attention beside them, and losses over a vocabulary.
 
 Tensors are on the CPU, bf16 or fp32, ``[..., features]`` with any number of leading dimensions; all of one call have
 one dtype, that of the packed weights. Sums and statistics are fp32. Vectors (bias, gamma, beta) are bf16 or fp32.
