@@ -18,7 +18,7 @@ namespace moesaic::fused {
 /// Tokens of the vocabulary whose logits are made at a time.
 inline constexpr std::int64_t kChunk = 512;
 /// Rows of a block, which a task takes, at most.
-inline constexpr std::int64_t kBlockRows = 128;
+inline constexpr std::int64_t kBlockRows = 256;
 
 /// Throws std::invalid_argument naming what does not fit.
 void CheckLogProbs(const LogProbsArgs& args);
