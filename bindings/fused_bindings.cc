@@ -16,6 +16,7 @@
 #include "cpu_kernels/fused/few_queries_attention.h"
 #include "cpu_kernels/fused/linear.h"
 #include "cpu_kernels/fused/log_probs.h"
+#include "cpu_kernels/fused/rotary.h"
 #include "threadpool/pool.h"
 
 namespace py = pybind11;
@@ -418,6 +419,20 @@ py::object SiluMul(const py::object& x, const py::object& out) {
   return out.is_none() ? fresh.ToTorch() : out;
 }
 
+py::object Rotary(const py::object& x, const py::object& cos, const py::object& sin, bool back) {
+  UsesTorch torch;
+  fused::RotaryArgs args;
+  args.x = ViewOf(x, {"x"}, kTypes);
+  args.cos = ViewOf(cos, {"cos"}, kTypes);
+  args.sin = ViewOf(sin, {"sin"}, kTypes);
+  args.back = back;
+  CheckRank(args.x, "x");
+  OutputTensor out = OutputTensor::Contiguous(args.x.dtype, args.x.shape[0], args.x.shape[1]);
+  args.out = out.view();
+  Compute(torch, [&] { fused::Rotary(args, Pool::Default()); });
+  return out.ToTorch();
+}
+
 py::object SiluMulBackward(const py::object& d_out, const py::object& x) {
   UsesTorch torch;
   const TensorView d_out_view = ViewOf(d_out, {"d_out"}, kTypes), view = ViewOf(x, {"x"}, kTypes);
@@ -500,6 +515,7 @@ void BindFused(py::module_& module) {
              arg("weight").none(true), arg("targets"), arg("log_sums"), arg("entropies"), arg("bias") = py::none(),
              arg("scale") = 1.0f);
   module.def("silu_mul", &SiluMul, arg("x"), arg("out") = py::none());
+  module.def("rotary", &Rotary, arg("x"), arg("cos"), arg("sin"), arg("back") = false);
   module.def("silu_mul_backward", &SiluMulBackward, arg("d_out"), arg("x"));
 }
 

@@ -14,6 +14,7 @@
 #include "cpu_kernels/fused/few_queries.h"
 #include "cpu_kernels/fused/fp32_gemm.h"
 #include "cpu_kernels/fused/logits.h"
+#include "cpu_kernels/fused/rotate.h"
 #include "cpu_kernels/fused/row_epilogue.h"
 #include "cpu_kernels/fused/silu_mul.h"
 #include "cpu_kernels/fused/softmax_grad.h"
@@ -115,8 +116,8 @@ constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
           ContractAlongFeatures,
           ExpandAlongFeatures,
           OuterAlongFeatures,
-          {TurnPanel, RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, SoftmaxRows, SoftmaxGrad,
-           RowDots, FoldLogits, LogitGrad, AttendFew, MergeAttended, Fp32Gemm},
+          {TurnPanel, RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, Rotate, SoftmaxRows,
+           SoftmaxGrad, RowDots, FoldLogits, LogitGrad, AttendFew, MergeAttended, Fp32Gemm},
           &kSamplingKernels<kLogitStreams>};
 }
 

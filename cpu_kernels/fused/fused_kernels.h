@@ -1,5 +1,5 @@
 // What each instruction-set tier brings for fused dense layers and attention: rows after a GEMM, their backward, SiLU * mul,
-// softmax, few queries, log-probabilities, and an fp32 GEMM.
+// rotary embeddings, softmax, few queries, log-probabilities, and an fp32 GEMM.
 //
 // Rows are bf16 or fp32 in memory and fp32 in between; each has one order of summation, whatever block it is computed in. NaN
 // passes through. No function here throws or takes a lock; all may run on any number of threads at once.
@@ -289,6 +289,21 @@ struct Fp32GemmArgs {
 inline constexpr std::int64_t kFp32Depth = 128;
 inline constexpr std::int64_t kFp32GemmScratch = 3 * 16 * kFp32Depth;
 
+/// Vectors turned by the angles of a position, as rotary embeddings turn queries and keys. With x = [x1; x2], c = [c1; c2] and
+/// s = [s1; s2] in halves, each product rounded to `dtype`, and their sum again:
+///   out = [x1 c1 - x2 s1; x2 c2 + x1 s2]      back: out = [x1 c1 + x2 s2; x2 c2 - x1 s1], the transpose of that
+/// `out` may be `x`.
+struct RotateArgs {
+  DType dtype = DType::kBFloat16;  ///< of all: bf16 or fp32
+  std::int64_t count = 0;          ///< vectors, one after the other
+  std::int64_t size = 0;           ///< of a vector, a multiple of 32
+  const void* x = nullptr;         ///< [count][size]
+  void* out = nullptr;             ///< [count][size]
+  const void* cos = nullptr;       ///< [size]
+  const void* sin = nullptr;       ///< [size]
+  bool back = false;
+};
+
 struct FusedKernels {
   void (*turn_panel)(const TurnPanelArgs&);
   void (*row_epilogue)(const RowEpilogueArgs&);
@@ -296,6 +311,7 @@ struct FusedKernels {
   void (*activation_backward)(const ActivationBackwardArgs&);
   void (*silu_mul)(const SiluMulArgs&);
   void (*silu_mul_backward)(const SiluMulBackwardArgs&);
+  void (*rotate)(const RotateArgs&);
   void (*softmax_rows)(const SoftmaxRowsArgs&);
   void (*softmax_grad)(const SoftmaxGradArgs&);
   void (*row_dots)(const RowDotsArgs&);

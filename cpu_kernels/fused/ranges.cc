@@ -5,13 +5,14 @@
 namespace moesaic::fused {
 
 profiling::RangeId RangeOf(FusedStage stage) {
-  static const std::array<profiling::RangeId, 14> ids = [] {
-    constexpr std::array<const char*, 14> kNames = {"pack",
+  static const std::array<profiling::RangeId, 16> ids = [] {
+    constexpr std::array<const char*, 16> kNames = {"pack",
                                                     "gemm",
                                                     "low_rank",
                                                     "epilogue",
                                                     "norm",
                                                     "silu_mul",
+                                                    "rotary",
                                                     "few_queries",
                                                     "softmax",
                                                     "backward_norm",
@@ -19,8 +20,9 @@ profiling::RangeId RangeOf(FusedStage stage) {
                                                     "backward_gemm",
                                                     "backward_low_rank",
                                                     "backward_silu_mul",
+                                                    "backward_rotary",
                                                     "backward_softmax"};
-    std::array<profiling::RangeId, 14> registered{};
+    std::array<profiling::RangeId, 16> registered{};
     for (std::size_t i = 0; i < kNames.size(); ++i) registered[i] = profiling::RegisterRange(kNames[i], "fused");
     return registered;
   }();

@@ -14,6 +14,7 @@ enum class FusedStage : std::int8_t {
   kEpilogue,            ///< epilogue: bias, activation, residual, rounding
   kNorm,                ///< norm: the same, with a norm
   kSiluMul,             ///< silu_mul
+  kRotary,              ///< rotary
   kFewQueries,          ///< few_queries: attention of few queries, all of it
   kSoftmax,             ///< softmax: of attention's scores, and rounding them to tiles; statistics of logits
   kBackwardNorm,        ///< backward_norm
@@ -21,6 +22,7 @@ enum class FusedStage : std::int8_t {
   kBackwardGemm,        ///< backward_gemm: the gradient of x; of attention and of losses all products, and storing them
   kBackwardLowRank,     ///< backward_low_rank: P, and an adapter's gradients
   kBackwardSiluMul,     ///< backward_silu_mul
+  kBackwardRotary,      ///< backward_rotary
   kBackwardSoftmax,     ///< backward_softmax: probabilities again, and gradients of scores or logits
 };
 

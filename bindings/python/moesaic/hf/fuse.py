@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moesaic.hf import attention as attention_layers
-from moesaic.hf import loss
+from moesaic.hf import loss, rotary
 from moesaic.hf.blocks import require_module
 from moesaic.hf.head import Head, find_head
 from moesaic.hf.operators import OPERATORS, Dense, Operator
@@ -66,13 +66,15 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
     BERT's and RoBERTa's output layers (dense, residual, LayerNorm) and intermediate layers (dense, GELU), ViT's FFN,
     the dense FFN of decoders (gate, up, SiLU, down), layer and RMS norms, the projections of attention layers and,
     where it does not train, to the vocabulary, and in bf16 the attention itself, where transformers is set to "sdpa",
-    of encoders and of decoders, that train or generate (`moesaic.nn.functional.attention`); and the loss of causal
-    language models (`moesaic.nn.functional.log_probs`). The losses of TRL's trainers read the weights of the projection
+    of encoders and of decoders, that train or generate (`moesaic.nn.functional.attention`); rotary embeddings of queries
+    and keys (`moesaic.nn.functional.rotary`); and the loss of causal language models
+    (`moesaic.nn.functional.log_probs`). The losses of TRL's trainers read the weights of the projection
     to the vocabulary themselves: they get their log-probabilities from the engine
     (`moesaic.nn.functional.gemm_log_probs`). Logits must not be written to between a loss and its backward.
 
     A module's forward is replaced only if it and the operator agree on a probe; attention is looked up in each call by
-    transformers itself, and not probed, nor are losses. A module keeps its parameters and its state_dict; the
+    transformers itself, and not probed, nor are losses. Rotary embeddings are a function of a file of transformers, which
+    all models of that file call: the engine's stands in its place, and gives the same bits. A module keeps its parameters and its state_dict; the
     packed weights are a second copy, packed anew when the parameters change (as `moesaic.nn.PackedLinear` does).
     Adapters of PEFT, put on before or after, are computed too: in bf16 by the engine, but where dropout is active and,
     of projections, where they were put on after or stand before the vocabulary. After PEFT has taken its layers out
@@ -103,11 +105,12 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
         if inside and name.startswith(inside):
             continue
         if attention:
-            refused = attention_layers.serve(module)
-            if refused is None:
-                replaced.append(FusedModule(name, type(module).__name__, "attention", 0))
-            elif refused:
-                kept.append(KeptModule(name, type(module).__name__, refused))
+            for serve, what in ((attention_layers.serve, "attention"), (rotary.serve, "rotary")):
+                refused = serve(module)
+                if refused is None:
+                    replaced.append(FusedModule(name, type(module).__name__, what, 0))
+                elif refused:
+                    kept.append(KeptModule(name, type(module).__name__, refused))
         if loss.serve(module):
             replaced.append(FusedModule(name, type(module).__name__, "log_probs, as its loss", 0))
         operator = _operator(name, module, parents, attention, head)
@@ -128,7 +131,7 @@ def unfuse(model: nn.Module) -> int:
     require_module(model)
     count = 0
     for module in model.modules():
-        count += attention_layers.restore(module) + loss.restore(module)
+        count += attention_layers.restore(module) + rotary.restore(module) + loss.restore(module)
         if isinstance(module.__dict__.get("forward"), Operator):
             del module.__dict__["forward"]
             count += 1

@@ -10,7 +10,7 @@ weight, of the bias and, in fp32, of LoRA are PyTorch's products of what the eng
 Every function raises TypeError or ValueError for a wrong type, shape, dtype or option, and NotImplementedError for a
 tangent of `torch.autograd.forward_ad`; the message names the argument.
 
-All are differentiable once. `attention` takes ``[B, heads, T, D]``; in fp32, and of less than 16 queries that want a
+All are differentiable once, `rotary` any number of times. `attention` takes ``[B, heads, T, D]``; in fp32, and of less than 16 queries that want a
 gradient, it is PyTorch's.
 """
 
@@ -24,6 +24,7 @@ from moesaic.nn.autograd import Fusion, rows_of
 from moesaic.nn.autograd import silu_mul as _silu_mul
 from moesaic.nn.linear import PackedLinear
 from moesaic.nn.log_probs import TokenLogProbs, gemm_log_probs, log_probs
+from moesaic.nn.rotary import rotary
 
 __all__ = [
     "TokenLogProbs",
@@ -37,6 +38,7 @@ __all__ = [
     "layernorm",
     "log_probs",
     "rmsnorm",
+    "rotary",
     "silu_mul",
 ]
 
