@@ -48,6 +48,7 @@ def test_document(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
             if dtype == "bf16"
             else []
         ),
+        "rotary in training",
         "loss 64",
         "loss of logits",
         "attention output 770",
@@ -63,6 +64,7 @@ def test_document(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     row = rows["loss 64"]
     assert (row["rows"], row["n"], row["k"], row["flops"]) == (36, 151936, 64, 6 * 36 * 151936 * 64)
     assert row["bytes"] == size * (3 * 36 * 64 + 2 * 151936 * 64)
+    assert rows["rotary in training"]["bytes"] == size * 4 * 18 * 36 * 128
     assert rows["FFN 2 770"]["rows"] == 16
     assert rows["silu_mul (1, 1024, 1024)"]["bytes"] == size * 3 * 2**20
     # The arena rounds a block up by an eighth at most.

@@ -27,7 +27,7 @@ SIZES = [(2, 3, 7, 64, 2), (2, 5, 33, 32, 1), (1, 1, 1, 128, 1), (3, 2, 4, 96, 3
 
 
 def example(size: tuple[int, ...], dtype: torch.dtype, heads_inside: bool = False) -> tuple[torch.Tensor, ...]:
-    """x ``[B, heads, T, D]``, as a projection's result lies in memory or with `heads_inside` the other way, cos and sin."""
+    """x ``[B, heads, T, D]``, as a projection gives it or with `heads_inside` the other way in memory, cos, sin."""
     batch, heads, tokens, features, of_angles = size
     random = torch.Generator().manual_seed(1)
     if heads_inside:
@@ -74,7 +74,9 @@ def test_the_engine_runs_where_it_may() -> None:
 def test_memory_with_gaps_and_negative_views() -> None:
     x, cos, sin = example((2, 4, 6, 64, 2), torch.bfloat16)
     assert torch.equal(rotary(x[:, 1:3], cos, sin), stock(x[:, 1:3], cos, sin))
-    assert torch.equal(rotary(x[..., ::2], cos[..., 1::2], sin[..., ::2]), stock(x[..., ::2], cos[..., 1::2], sin[..., ::2]))
+    assert torch.equal(
+        rotary(x[..., ::2], cos[..., 1::2], sin[..., ::2]), stock(x[..., ::2], cos[..., 1::2], sin[..., ::2])
+    )
     negative = torch._neg_view(x)
     assert torch.equal(rotary(negative, cos, sin), stock(negative, cos, sin))
     assert rotary(x[:0], cos[:0], sin[:0]).shape == (0, 4, 6, 64)

@@ -37,7 +37,7 @@ class Case:
 
     name: str
     kind: str  #: "add_layernorm", "gelu", "adapter", "loss", "loss_of_logits", "layernorm", "rmsnorm", "silu_mul",
-    #: or of attention: "attention", "training", "decoding"
+    #: or of attention: "attention", "training", "rotary", "decoding"
     rows: int
     n: int
     k: int
@@ -84,7 +84,7 @@ class Case:
             values += self.rows * self.n
         if self.kind == "adapter":
             values += self.rows * self.k + 2 * self.n * self.k + self.rows * (self.k + self.n)
-        if self.kind == "training":
+        if self.kind in ("training", "rotary"):
             values *= 2
         if self.kind == "decoding":
             values += 2 * self.rows * self.tokens * _DECODER[1] * _DECODER[2]
@@ -117,6 +117,8 @@ def cases(
         n, keys = _DECODER[0] * _DECODER[2], _DECODER[1] * _DECODER[2]
         found.append(Case(f"attention in training, {tokens} tokens", "training", rows, n, n + 2 * keys, dtype, tokens))
         found.append(Case(f"decoding, {4 * tokens} keys", "decoding", 1, n, n, dtype, 4 * tokens))
+    turned = (_DECODER[0] + _DECODER[1]) * _DECODER[2]
+    found.append(Case("rotary in training", "rotary", rows, turned, turned, dtype, tokens))
     found += [Case(f"loss {h}", "loss", 4 * tokens, _VOCABULARY, h, dtype) for h in hidden]
     found.append(Case("loss of logits", "loss_of_logits", 4 * tokens, _VOCABULARY, _VOCABULARY, dtype))
     odd = batch * max(1, tokens - 1)
@@ -163,7 +165,12 @@ class Inputs:
             self.packed = PackedLinear(self.weight)
         if case.kind in ("loss", "loss_of_logits"):
             self.targets = torch.randint(case.n, (case.rows,), generator=generator)
-        if case.kind in ("adapter", "training"):
+        if case.kind == "rotary":
+            angles = torch.arange(case.sequence)[:, None] / 10_000 ** (
+                torch.arange(_DECODER[2]) % (_DECODER[2] // 2) / 64
+            )
+            self.cos, self.sin = angles.cos()[None].to(case.dtype), angles.sin()[None].to(case.dtype)
+        if case.kind in ("adapter", "training", "rotary"):
             self.d_out = normal(case.rows, case.n)
         elif case.kind == "decoding":
             self.cache = normal(2 * case.rows * _DECODER[1], case.tokens, _DECODER[2])
@@ -186,6 +193,8 @@ class Inputs:
             return _gradient(
                 lambda q, k, v: functional.attention(q, k, v, causal=True), self.x, self.d_out, self.case.sequence
             )
+        if self.case.kind == "rotary":
+            return _turned(lambda x: functional.rotary(x, self.cos, self.sin), self.x, self.d_out, self.case.sequence)
         if self.case.kind == "decoding":
             return _rows_of(functional.attention(*_cached(self.x, self.cache)))
         if self.case.kind == "adapter":
@@ -201,7 +210,7 @@ class Inputs:
         if self.case.kind == "adapter":
             return self._adapter_error()
         given = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        rows = self.case.sequence if self.case.kind in ("attention", "training") else _VERIFIED_ROWS
+        rows = self.case.sequence if self.case.kind in ("attention", "training", "rotary") else _VERIFIED_ROWS
         for name in {"x", "residual", "d_out", "targets"} & given.keys():
             given[name] = given[name][:rows]
         exact = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
@@ -253,7 +262,7 @@ class Inputs:
         return _compute(self.case.kind, self.case.n, x, t, self.case.sequence)
 
     def _compiled(self, given: dict[str, torch.Tensor]) -> Callable[[], object] | str:
-        if self.case.kind in ("adapter", "loss", "loss_of_logits", "training"):
+        if self.case.kind in ("adapter", "loss", "loss_of_logits", "training", "rotary"):
             return "torch.compile is compared where no gradient is wanted"
         module = _Module(self.case.kind, self.case.n, given, self.case.sequence).eval()
         activations = [given[name] for name in ("x", "residual") if name in given]
@@ -348,6 +357,17 @@ def _gradient(
     return gradient
 
 
+def _turned(
+    rotary: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, d_out: torch.Tensor, tokens: int
+) -> torch.Tensor:
+    """The gradient of heads side by side, ``[rows, n]``, that `rotary` turns."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        heads = leaf.view(-1, tokens, x.shape[1] // _DECODER[2], _DECODER[2]).transpose(1, 2)
+        (gradient,) = torch.autograd.grad(_rows_of(rotary(heads)), leaf, d_out)
+    return gradient
+
+
 def _peft_gradients(
     x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, d_out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -382,6 +402,13 @@ def _compute(kind: str, n: int, x: torch.Tensor, t: dict[str, torch.Tensor], tok
             t["d_out"],
             tokens,
         )
+    if kind == "rotary":
+
+        def rotary(x: torch.Tensor) -> torch.Tensor:
+            first, second = x.chunk(2, -1)
+            return x * t["cos"][:, None] + torch.cat((-second, first), -1) * t["sin"][:, None]
+
+        return _turned(rotary, x, t["d_out"], tokens)
     if kind == "decoding":
         return _rows_of(F.scaled_dot_product_attention(*_cached(x, t["cache"]), enable_gqa=True))
     if kind == "adapter":

@@ -34,10 +34,10 @@ class _Rotary:
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __call__(self, q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> _Pair:
-        plain = len(self.layers) > 0 and not args and kwargs.keys() <= {"unsqueeze_dim"} and kwargs.get("unsqueeze_dim", 1) == 1
-        if plain and all(isinstance(t, torch.Tensor) for t in (q, k, cos, sin)):
-            if engine.is_served(q, cos, sin) and engine.is_served(k, cos, sin):
-                return engine.rotary(q, cos, sin), engine.rotary(k, cos, sin)
+        plain = not args and kwargs.keys() <= {"unsqueeze_dim"} and kwargs.get("unsqueeze_dim", 1) == 1
+        wanted = len(self.layers) > 0 and plain and all(isinstance(t, torch.Tensor) for t in (q, k, cos, sin))
+        if wanted and engine.is_served(q, cos, sin) and engine.is_served(k, cos, sin):
+            return engine.rotary(q, cos, sin), engine.rotary(k, cos, sin)
         return self.function(q, k, cos, sin, *args, **kwargs)
 
 

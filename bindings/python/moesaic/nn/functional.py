@@ -1,4 +1,4 @@
-"""Fused dense layers, the norms, gates and attention beside them, and losses over a vocabulary.
+"""Fused dense layers, the norms, gates, attention and rotary embeddings beside them, and losses over a vocabulary.
 
 Tensors are on the CPU, bf16 or fp32, ``[..., features]`` with any number of leading dimensions; all of one call have
 one dtype, that of the packed weights. Sums and statistics are fp32. Vectors (bias, gamma, beta) are bf16 or fp32.
@@ -10,8 +10,8 @@ weight, of the bias and, in fp32, of LoRA are PyTorch's products of what the eng
 Every function raises TypeError or ValueError for a wrong type, shape, dtype or option, and NotImplementedError for a
 tangent of `torch.autograd.forward_ad`; the message names the argument.
 
-All are differentiable once, `rotary` any number of times. `attention` takes ``[B, heads, T, D]``; in fp32, and of less than 16 queries that want a
-gradient, it is PyTorch's.
+All are differentiable once, `rotary` any number of times. `attention` takes ``[B, heads, T, D]``; in fp32, and of less
+than 16 queries that want a gradient, it is PyTorch's.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ __all__ = ["is_served", "rotary"]
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """``x cos + rotate_half(x) sin`` with ``rotate_half([x1; x2]) = [-x2; x1]``, as transformers has it.
 
-    Products and their sum are rounded to the dtype of `x`, as PyTorch's are: the result is the same to the last bit (but
-    for denormals in bf16). Differentiable in `x`, any number of times; the engine computes it for D a multiple of 32,
-    PyTorch for others.
+    Products and their sum are rounded to the dtype of `x`, as PyTorch's are: the result is the same to the last bit
+    (but for denormals in bf16). Differentiable in `x`, any number of times; the engine computes it for D a multiple of
+    32, PyTorch for others.
 
     Args:
         x: ``[B, heads, T, D]``, bf16 or fp32, D even.
@@ -62,8 +62,8 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def is_served(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether the engine turns such tensors: of numbers in memory, which tracers and functorch's transforms do not have,
-    without tangents, and angles without gradients."""
+    """Whether the engine turns such tensors: of numbers in memory, which tracers and functorch's transforms do not
+    have, without tangents, and angles without gradients."""
     tensors = (x, cos, sin)
     if any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors) or torch.jit.is_tracing():  # type: ignore[no-untyped-call, attr-defined]
         return False
