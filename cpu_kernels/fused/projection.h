@@ -17,7 +17,8 @@ namespace moesaic::fused {
 
 /// Tokens of the vocabulary whose logits are made at a time.
 inline constexpr std::int64_t kChunk = 512;
-/// Rows of a block, which a task takes, at most.
+/// Rows of a block, which a task takes, at most: the weights come from memory once for each block. (128 rows: 1.1 to 1.2 times
+/// as long on two AMX cores, and up to 1.16 times on 16 threads; 384 and 512 the same or longer. docs/experiments)
 inline constexpr std::int64_t kBlockRows = 256;
 
 /// Throws std::invalid_argument naming what does not fit.
