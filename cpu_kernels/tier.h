@@ -116,8 +116,8 @@ constexpr KernelTier MakeTier(const char* name, bool (*runs_here)()) {
           ContractAlongFeatures,
           ExpandAlongFeatures,
           OuterAlongFeatures,
-          {TurnPanel, RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, Rotate, SoftmaxRows,
-           SoftmaxGrad, RowDots, FoldLogits, LogitGrad, AttendFew, MergeAttended, Fp32Gemm},
+          {TurnPanel, RowEpilogue, NormBackward, ActivationBackward, SiluMul, SiluMulBackward, Rotate, SoftmaxRows, SoftmaxGrad,
+           RowDots, FoldLogits, LogitGrad, AttendFew, MergeAttended, Fp32Gemm},
           &kSamplingKernels<kLogitStreams>};
 }
 

@@ -9,15 +9,11 @@ namespace {
 
 using namespace moesaic;
 
-/// x as memory of type T would hold it; of fp32 a value that the compiler does not know for a product, which it would otherwise
-/// round together with the sum that takes it.
+/// A product, as memory of type T would hold it.
 template <typename T>
 MOESAIC_INLINE F32x16 Rounded(const F32x16& x) {
   if constexpr (std::is_same_v<T, BFloat16>) return Widen(NarrowToBf16(x));
-  return InParts(x, [](NativeF32 part) MOESAIC_INLINE_LAMBDA {
-    asm("" : "+v"(part));
-    return part;
-  });
+  return Done(x);
 }
 
 template <typename T>

@@ -86,7 +86,8 @@ TEST(RotaryTest, EachTokenHasItsAnglesOnAnyNumberOfThreads) {
   constexpr std::int64_t kTokens = 2 * 301, kAngles = 301, kSize = 32, kColumns = 5 * kSize;
   for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
     const Rows x(dtype, RandomValues(kTokens, kColumns, random), kColumns + 7);
-    const Rows cos(dtype, RandomValues(kAngles, kSize, random), kSize + 3), sin(dtype, RandomValues(kAngles, kSize, random), kSize);
+    const Rows cos(dtype, RandomValues(kAngles, kSize, random), kSize + 3),
+        sin(dtype, RandomValues(kAngles, kSize, random), kSize);
     for (const int threads : {1, 2, 5}) {
       threadpool::Pool pool(threads);
       const Rows out(dtype, kTokens, kColumns, kColumns + 5);

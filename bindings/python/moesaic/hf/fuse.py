@@ -73,12 +73,11 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
     Logits must not be written to between a loss and its backward.
 
     A module's forward is replaced only if it and the operator agree on a probe; attention is looked up in each call by
-    transformers itself, and not probed, nor are losses. Rotary embeddings are a function of a file of transformers,
-    which all models of that file call: the engine's stands in its place, and gives the same bits. A module keeps its
-    parameters and its state_dict; the packed weights are a second copy, packed anew when the parameters change (as
-    `moesaic.nn.PackedLinear` does). Adapters of PEFT, put on before or after, are computed too: in bf16 by the engine,
-    but where dropout is active and, of projections, where they were put on after or stand before the vocabulary. After
-    PEFT has taken its layers out (`merge_and_unload`), fuse again.
+    transformers itself, and not probed, nor are losses. Rotary embeddings have PyTorch's bits, and are tried as well;
+    few tokens are PyTorch's. A module keeps its parameters and its state_dict; the packed weights are a second copy,
+    packed anew when the parameters change (as `moesaic.nn.PackedLinear` does). Adapters of PEFT, put on before or
+    after, are computed too: in bf16 by the engine, but where dropout is active and, of projections, where they were put
+    on after or stand before the vocabulary. After PEFT has taken its layers out (`merge_and_unload`), fuse again.
 
     In every call the module's own forward, or transformers' own attention, still runs where the operator may not:
     dropout, autocast to another dtype, torch.compile, `torch.func`, another dtype or device, hooks on a layer inside, a

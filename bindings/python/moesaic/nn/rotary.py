@@ -11,15 +11,15 @@ from moesaic import _core, forward_mode
 from moesaic.nn import checked
 from moesaic.nn.autograd import rows_of
 
-__all__ = ["is_served", "rotary"]
+__all__ = ["is_served", "rotary", "turned"]
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """``x cos + rotate_half(x) sin`` with ``rotate_half([x1; x2]) = [-x2; x1]``, as transformers has it.
 
-    Products and their sum are rounded to the dtype of `x`, as PyTorch's are: the result is the same to the last bit
-    (but for denormals in bf16). Differentiable in `x`, any number of times; the engine computes it for D a multiple of
-    32, PyTorch for others.
+    Products and their sum are rounded to the dtype of `x`, as PyTorch's are: the result is the same to the last bit,
+    but for products and results in bf16 that are denormal, and for the sign of a gradient that is 0. Differentiable in
+    `x`, any number of times; the engine computes it for D a multiple of 32, PyTorch for others.
 
     Args:
         x: ``[B, heads, T, D]``, bf16 or fp32, D even.
@@ -45,10 +45,14 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
             raise ValueError(f"{name} has shape {list(angles.shape)}; expected {list(_shapes(x)[1])}, or 1 in front")
         if angles.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires a gradient, and gets none here; expected a tensor without")
-    if not is_served(x, cos, sin):
-        half = x.shape[3] // 2
-        turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-        return x * cos[:, None] + turned * sin[:, None]
+    if is_served(x, cos, sin):
+        return turned(x, cos, sin)
+    half = x.shape[3] // 2
+    return x * cos[:, None] + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin[:, None]
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`rotary` by the engine, of what `is_served`."""
     batch, heads, tokens, size = x.shape
     rows = rows_of(x.transpose(1, 2).flatten(2))
     sequences = max(cos.shape[0], sin.shape[0])
