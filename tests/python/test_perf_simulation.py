@@ -153,6 +153,18 @@ def test_training_is_forward_and_more() -> None:
     assert parameters == 5 * 64 * per_expert + 6 * attention
 
 
+def test_a_loss_makes_its_logits_again() -> None:
+    forward, backward = (
+        next(block for block in step.blocks if block.name == "head")
+        for step in run(Inference("train", 64)).steps
+        if step.blocks
+    )
+    once = 2.0 * 64 * 2048 * 151936
+    products = [{o.name: o.flops for o in head.operators if o.kind == "gemm"} for head in (forward, backward)]
+    assert products == [{"lm_head": once}, {"lm_head": once, "logits": once}]
+    assert "loss" in [operator.name for operator in backward.operators]
+
+
 def test_closed_formulas_are_a_lower_bound() -> None:
     closed = SimulationConfig(use_precise_evaluator=False, granularity="coarse")
     for phase, tokens in itertools.product(("prefill", "train"), (16, 512)):
