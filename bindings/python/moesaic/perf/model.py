@@ -319,8 +319,8 @@ class Transformer:
         operators = [self.elementwise("norm", tokens * config.hidden_size)]
         operators += self.product("lm_head", tokens, config.hidden_size, share, backward=work.backward)
         if work.backward:
-            # The engine's loss keeps no logits and makes them again. What else it does with them takes, both ways, as long
-            # as 5.6 to 6 passes over them (16 threads and two cores with AMX, 2,048 tokens of 151,936).
+            # The engine's loss keeps no logits and makes them again. What else it does with them takes, both ways, as
+            # long as 5.6 to 6 passes over them (16 threads and two cores with AMX, 2,048 tokens of 151,936).
             operators += self.product("logits", tokens, config.hidden_size, share)
             operators.append(self.elementwise("loss", tokens * share, passes=6))
         logits = float(tokens * config.vocab_size)
