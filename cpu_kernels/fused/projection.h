@@ -17,9 +17,10 @@ namespace moesaic::fused {
 
 /// Tokens of the vocabulary whose logits are made at a time.
 inline constexpr std::int64_t kChunk = 512;
-/// Rows of a block, which a task takes, at most: the weights come from memory once for each block. (128 rows: 1.1 to 1.2 times
-/// as long on two AMX cores, and up to 1.16 times on 16 threads; 384 and 512 the same or longer. docs/experiments)
-inline constexpr std::int64_t kBlockRows = 256;
+/// Rows of a block, which a task takes, at most: weights come from memory once for each block, and a matrix unit needs them the
+/// faster. (128 rows there: 1.1 to 1.2 times as long on two cores, and up to 1.16 times on 16 threads; 384 and 512 the same or
+/// longer. docs/experiments)
+inline constexpr std::int64_t kBlockRows = 128, kMatrixUnitBlockRows = 256;
 
 /// Throws std::invalid_argument naming what does not fit.
 void CheckLogProbs(const LogProbsArgs& args);
@@ -44,7 +45,8 @@ class Projection {
     }
     // Half of L2 for a block.
     const std::int64_t fitting = HostL2Bytes() / 2 / (SizeOf(args.x.dtype) * RoundUp(depth_, kTileColumns));
-    block_rows_ = std::clamp<std::int64_t>(fitting, kTileColumns, kBlockRows) / kTileColumns * kTileColumns;
+    const std::int64_t most = is_bf16_ && kernels_.unpack_overlaps ? kMatrixUnitBlockRows : kBlockRows;
+    block_rows_ = std::clamp<std::int64_t>(fitting, kTileColumns, most) / kTileColumns * kTileColumns;
     block_rows_ = std::min(block_rows_, RoundUp(rows_count(), kTileColumns));
   }
 
@@ -87,7 +89,7 @@ class Projection {
     if (args_.weight == nullptr) return;
     const std::int64_t first = block * block_rows_, rows = RowsOfBlock(block);
     const FusedRange range(FusedStage::kPack, 0.0, 2.0 * static_cast<double>(rows * depth_ * SizeOf(args_.x.dtype)));
-    const void* pointers[kBlockRows];
+    const void* pointers[kMatrixUnitBlockRows];
     for (std::int64_t i = 0; i < rows; ++i) pointers[i] = AddressOf(args_.x, Row(first + i), 0);
     if (!is_bf16_) {
       const auto bytes = static_cast<std::size_t>(depth_) * sizeof(float);

@@ -304,7 +304,7 @@ def test_attention_of_a_decoder_with_a_cache(padded: bool, prompt: int, engine_a
                 model.bfloat16()
             if way == "fused":
                 report = moesaic.hf.fuse(model)
-                assert sum(m.operator == "attention" for m in report.replaced) == 2
+                assert sum(m.operator.startswith("attention") for m in report.replaced) == 2
             cache, steps = None, []
             for begin, end in [(0, prompt), *((n, n + 1) for n in range(prompt, prompt + 4))]:
                 given = {"attention_mask": mask[:, :end]} if padded else {}

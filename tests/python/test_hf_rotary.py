@@ -58,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 
 def rotaries(report: moesaic.hf.FuseReport) -> int:
-    return sum(module.operator == "rotary" for module in report.replaced)
+    return sum("rotary" in module.operator for module in report.replaced)
 
 
 def alone(model: nn.Module) -> None:
@@ -96,7 +96,8 @@ def test_fuse_reports_them(calls: list[torch.Size]) -> None:
     model = qwen3()
     for _ in range(2):  # once more is as good as once
         report = moesaic.hf.fuse(model)
-        assert rotaries(report) == 2 and "2 x Qwen3Attention: rotary" in str(report)
+        assert rotaries(report) == 2 and "2 x Qwen3Attention: attention, rotary" in str(report)
+        assert len({module.name for module in report.replaced}) == len(report.replaced) == moesaic.hf.unfuse(model)
     assert rotaries(moesaic.hf.fuse(model, attention=False)) == 0
     assert rotaries(moesaic.hf.fuse(qwen3().float())) == 2
 
@@ -160,6 +161,8 @@ def test_no_grad_inference_mode_and_autocast(calls: list[torch.Size]) -> None:
 
 def test_what_a_call_leaves_to_transformers(calls: list[torch.Size]) -> None:
     turn = hook._with_engine(modeling_qwen3.Qwen3Attention.forward).__globals__["apply_rotary_pos_emb"]
+    assert hook._agrees(STOCK)
+    calls.clear()
     x = torch.randn(2, 4, 3, 32).bfloat16().transpose(1, 2)
     cos, sin = torch.randn(2, 4, 32).bfloat16(), torch.randn(2, 4, 32).bfloat16()
     cases: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -200,6 +203,10 @@ def test_layers_that_are_not_served(calls: list[torch.Size], monkeypatch: pytest
     for layer in replaced.model.layers:
         layer.self_attn.forward = layer.self_attn.forward
     assert any("replaced already" in reason for reason in reasons(replaced))
+    latent = qwen3()
+    for layer in latent.model.layers:
+        layer.self_attn.qk_rope_head_dim = 32
+    assert any("a part of each head" in reason for reason in reasons(latent))
     monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda q, k, cos, sin: STOCK(q, k, cos, 2 * sin))
     assert any("of another kind" in reason for reason in reasons(qwen3()))
     assert hook.serve(nn.Linear(2, 2)) == ""
@@ -214,6 +221,28 @@ def test_functions_of_another_kind() -> None:
         lambda q, k, cos, sin: (1, 2),
     ]
     assert not any(hook._agrees(other) for other in others)
+
+
+def test_what_is_replaced_behind_it_counts(calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, stock = qwen3(), qwen3()
+    alone(model)
+    calls.clear()
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda q, k, cos, sin: STOCK(q, k, cos, 2 * sin))
+    patched = stock(IDS).logits
+    calls.clear()
+    assert torch.equal(model(IDS).logits, patched) and set(calls) <= {(10, 192), (10, 64)}  # what was tried
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", STOCK)
+    own = modeling_qwen3.Qwen3Attention.forward
+
+    class Replaced:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3Attention, "forward", Replaced())
+    calls.clear()
+    attention = model.model.layers[0].self_attn
+    angles = torch.randn(1, 9, 32).bfloat16(), torch.randn(1, 9, 32).bfloat16()
+    assert attention(torch.randn(2, 9, 64).bfloat16(), angles, None)[0].shape == (2, 9, 64) and not calls
 
 
 class InheritsForward(modeling_qwen3.Qwen3Attention):

@@ -32,7 +32,7 @@ class FusedModule:
 
 @dataclass(frozen=True)
 class KeptModule:
-    """A module with a dense layer, a norm or attention that goes on as it was."""
+    """A module with a dense layer, a norm or attention that goes on as it was, all of it or the part that is named."""
 
     name: str
     class_name: str
@@ -104,12 +104,15 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
         if inside and name.startswith(inside):
             continue
         if attention:
+            served = []
             for serve, what in ((attention_layers.serve, "attention"), (rotary.serve, "rotary")):
                 refused = serve(module)
                 if refused is None:
-                    replaced.append(FusedModule(name, type(module).__name__, what, 0))
+                    served.append(what)
                 elif refused:
                     kept.append(KeptModule(name, type(module).__name__, refused))
+            if served:
+                replaced.append(FusedModule(name, type(module).__name__, ", ".join(served), 0))
         if loss.serve(module):
             replaced.append(FusedModule(name, type(module).__name__, "log_probs, as its loss", 0))
         operator = _operator(name, module, parents, attention, head)
@@ -130,7 +133,7 @@ def unfuse(model: nn.Module) -> int:
     require_module(model)
     count = 0
     for module in model.modules():
-        count += attention_layers.restore(module) + rotary.restore(module) + loss.restore(module)
+        count += any([attention_layers.restore(module), rotary.restore(module)]) + loss.restore(module)
         if isinstance(module.__dict__.get("forward"), Operator):
             del module.__dict__["forward"]
             count += 1

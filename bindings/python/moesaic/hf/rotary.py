@@ -36,7 +36,7 @@ class _Turning:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.module).forward
-        if not torch.compiler.is_compiling():
+        if isinstance(forward, FunctionType) and not torch.compiler.is_compiling():
             forward = _with_engine(forward)
         return forward(self.module, *args, **kwargs)
 
@@ -58,10 +58,11 @@ def _with_engine(forward: Any) -> FunctionType:
     file = forward.__globals__
 
     def turn(*args: Any, **kwargs: Any) -> _Pair:
-        if len(args) == 4 and kwargs in ({}, {"unsqueeze_dim": 1}) and _may_run(*args):
+        function = file[_NAME]  # as it is now: somebody may have replaced it
+        if len(args) == 4 and kwargs in ({}, {"unsqueeze_dim": 1}) and _may_run(*args) and _agrees(function):
             q, k, cos, sin = args
             return engine.turned(q, cos, sin), engine.turned(k, cos, sin)
-        pair: _Pair = file[_NAME](*args, **kwargs)
+        pair: _Pair = function(*args, **kwargs)
         return pair
 
     own = FunctionType(
@@ -97,7 +98,7 @@ def serve(module: nn.Module) -> str | None:
     size = getattr(module, "head_dim", 32)
     if size % 32 != 0:
         return f"its heads have {size} numbers, which its rotary embeddings turn; expected a multiple of 32"
-    if _share(getattr(module, "config", None)) != 1:
+    if hasattr(module, "qk_rope_head_dim") or _share(getattr(module, "config", None)) != 1:
         return "its rotary embeddings turn a part of each head"
     if not _agrees(function):
         return "its rotary embeddings are of another kind"

@@ -19,7 +19,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     Products and their sum are rounded to the dtype of `x`, as PyTorch's are: the result is the same to the last bit,
     but for products and results in bf16 that are denormal, and for the sign of a gradient that is 0. Differentiable in
-    `x`, any number of times; the engine computes it for D a multiple of 32, PyTorch for others.
+    `x`, any number of times, one gradient at a time; the engine computes it for D a multiple of 32, PyTorch for others.
 
     Args:
         x: ``[B, heads, T, D]``, bf16 or fp32, D even.
