@@ -146,9 +146,11 @@ def test_heads_of_other_threads() -> None:
     moesaic.hf.fuse(model)
     x, targets, end = torch.randn(2, 64), torch.arange(2), threading.Event()
 
+    kept = [copy.deepcopy(model.lm_head) for _ in range(300)]  # to look one up takes long enough to be disturbed
+
     def copies() -> None:
         # So many at most: copies are garbage that lives until it is collected, and each one that does slows the others.
-        for _ in range(300):
+        for _ in range(1500):
             if end.is_set():
                 return
             copy.deepcopy(model.lm_head)
@@ -166,6 +168,7 @@ def test_heads_of_other_threads() -> None:
         sys.setswitchinterval(interval)
         for thread in threads:
             thread.join()
+    assert len(kept) == 300
 
 
 @needs_peft_20
