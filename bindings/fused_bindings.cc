@@ -419,6 +419,15 @@ py::object SiluMul(const py::object& x, const py::object& out) {
   return out.is_none() ? fresh.ToTorch() : out;
 }
 
+py::object SiluMulBackward(const py::object& d_out, const py::object& x) {
+  UsesTorch torch;
+  const TensorView d_out_view = ViewOf(d_out, {"d_out"}, kTypes), view = ViewOf(x, {"x"}, kTypes);
+  CheckRank(view, "x");
+  OutputTensor d_x = OutputTensor::Contiguous(view.dtype, view.shape[0], view.shape[1]);
+  Compute(torch, [&] { fused::SiluMulGrad(d_out_view, view, d_x.view(), Pool::Default()); });
+  return d_x.ToTorch();
+}
+
 py::object Rotary(const py::object& x, const py::object& cos, const py::object& sin, bool back) {
   UsesTorch torch;
   fused::RotaryArgs args;
@@ -431,15 +440,6 @@ py::object Rotary(const py::object& x, const py::object& cos, const py::object& 
   args.out = out.view();
   Compute(torch, [&] { fused::Rotary(args, Pool::Default()); });
   return out.ToTorch();
-}
-
-py::object SiluMulBackward(const py::object& d_out, const py::object& x) {
-  UsesTorch torch;
-  const TensorView d_out_view = ViewOf(d_out, {"d_out"}, kTypes), view = ViewOf(x, {"x"}, kTypes);
-  CheckRank(view, "x");
-  OutputTensor d_x = OutputTensor::Contiguous(view.dtype, view.shape[0], view.shape[1]);
-  Compute(torch, [&] { fused::SiluMulGrad(d_out_view, view, d_x.view(), Pool::Default()); });
-  return d_x.ToTorch();
 }
 
 /// Up to 64 values of a tensor, spread over its dimensions, as their bytes.
@@ -515,8 +515,8 @@ void BindFused(py::module_& module) {
              arg("weight").none(true), arg("targets"), arg("log_sums"), arg("entropies"), arg("bias") = py::none(),
              arg("scale") = 1.0f);
   module.def("silu_mul", &SiluMul, arg("x"), arg("out") = py::none());
-  module.def("rotary", &Rotary, arg("x"), arg("cos"), arg("sin"), arg("back") = false);
   module.def("silu_mul_backward", &SiluMulBackward, arg("d_out"), arg("x"));
+  module.def("rotary", &Rotary, arg("x"), arg("cos"), arg("sin"), arg("back") = false);
 }
 
 }  // namespace moesaic::bindings

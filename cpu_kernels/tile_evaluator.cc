@@ -75,6 +75,10 @@ std::int64_t StepBlocks(bool matrix_unit, std::int64_t rows, std::int64_t hidden
   return std::clamp<std::int64_t>(bytes / (256 * std::max<std::int64_t>(rows, 1)), 1, most);
 }
 
+std::int64_t RowsPerTask(std::int64_t row_bytes) {
+  return std::max<std::int64_t>(1, (256 << 10) / std::max<std::int64_t>(1, row_bytes));
+}
+
 std::int64_t TokensPerMerge(std::int64_t tokens, int threads) {
   if (threads == 1) return 32;
   return std::clamp<std::int64_t>(CeilDiv(tokens, std::int64_t{4} * threads), 1, 32);

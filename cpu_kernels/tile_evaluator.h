@@ -95,6 +95,9 @@ std::int64_t GradientColumns(bool matrix_unit, std::int64_t rows, std::int64_t l
 /// contractions whose activations stay in half of it are not cut.
 std::int64_t UnpackSlice(bool matrix_unit, std::int64_t tiles, std::int64_t panels, std::int64_t l2_bytes);
 
+/// Rows that a task takes of work that memory limits, of which each reads and writes so many bytes: some 256 KB.
+std::int64_t RowsPerTask(std::int64_t row_bytes);
+
 /// Blocking::tokens_per_merge for so many tokens: four tasks for each of several threads, of at most 32 tokens.
 std::int64_t TokensPerMerge(std::int64_t tokens, int threads);
 

@@ -66,11 +66,6 @@ struct Shape {
   std::int64_t depth;
 };
 
-/// Rows that a task takes of work that memory limits: some 256 KB.
-std::int64_t RowsPerTask(std::int64_t row_bytes) {
-  return std::max<std::int64_t>(1, (256 << 10) / std::max<std::int64_t>(1, row_bytes));
-}
-
 /// Of a norm alone: whole rows.
 Plan MakeNormPlan(const Shape& shape, std::int64_t row_bytes) {
   const std::int64_t rows = RowsPerTask(row_bytes);

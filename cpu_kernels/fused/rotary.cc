@@ -8,12 +8,10 @@
 #include "cpu_kernels/fused/ranges.h"
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/tensor_access.h"
+#include "cpu_kernels/tile_evaluator.h"
 
 namespace moesaic::fused {
 namespace {
-
-/// Bytes that a task reads and writes.
-constexpr std::int64_t kTaskBytes = 256 << 10;
 
 void Validate(const RotaryArgs& args) {
   CheckMatrix(args.x, "x");
@@ -41,7 +39,7 @@ void Rotary(const RotaryArgs& args, threadpool::Pool& pool) {
   const std::int64_t tokens = args.x.shape[0], columns = args.x.shape[1];
   if (tokens == 0 || columns == 0) return;
   const std::int64_t row_bytes = 2 * columns * SizeOf(args.x.dtype);
-  const std::int64_t step = std::max<std::int64_t>(1, kTaskBytes / row_bytes);
+  const std::int64_t step = RowsPerTask(row_bytes);
   const KernelTier& kernels = ChosenKernels();
   pool.ParallelFor(CeilDiv(tokens, step), [&](std::int64_t i, int) {
     const std::int64_t first = i * step, end = std::min(first + step, tokens);
