@@ -18,8 +18,8 @@ namespace moesaic::fused {
 /// Tokens of the vocabulary whose logits are made at a time.
 inline constexpr std::int64_t kChunk = 512;
 /// Rows of a block, which a task takes, at most: weights come from memory once for each block, and a matrix unit needs them the
-/// faster. (128 rows there: 1.1 to 1.2 times as long on two cores, forward 0.98 to 1.09 times on 16 threads; 384 and 512 the
-/// same or longer. docs/experiments)
+/// faster. (128 rows there: 1.1 to 1.2 times as long on two cores, 1.04 to 1.14 times on 16 threads; 384 and 512 the same or
+/// longer. docs/experiments)
 inline constexpr std::int64_t kBlockRows = 128, kMatrixUnitBlockRows = 256;
 
 /// Throws std::invalid_argument naming what does not fit.
