@@ -7,15 +7,17 @@
 
 namespace {
 
+/// A matrix unit takes two panels of one factor with one of the other, as the direct form does where it meets weights again:
+/// on a core that two hardware threads share, products of 2 x 2 take half as long again (amx_cell.h).
 template <class Cell>
 void GradientGemm(const GradientGemmArgs& args) {
   [[maybe_unused]] const typename Cell::Scope scope;
   NothingAside nothing;
   const std::int64_t right_panels = args.segments[0].right.panels;
   for (std::int64_t p = 0; p < args.panels; p += Cell::kMaxA) {
-    const int na = Least(Cell::kMaxA, args.panels - p);
-    for (std::int64_t n = 0; n < right_panels; n += Cell::kMaxB) {
-      const int nb = Least(Cell::kMaxB, right_panels - n);
+    const int na = Least(Cell::kMaxA, args.panels - p), nb_most = Cell::kVectorsIdle && na > 1 ? 1 : Cell::kMaxB;
+    for (std::int64_t n = 0; n < right_panels; n += nb_most) {
+      const int nb = Least(nb_most, right_panels - n);
       CellRun runs[4];
       int count = 0;
       for (const GradientSegment& segment : args.segments) {

@@ -210,6 +210,7 @@ class TaskCounter {
       parts *= std::max<std::int64_t>(1, (CeilDiv(call_depth, kTileColumns) + kSliceTiles / 2) / kSliceTiles);
     }
     if (slices && unit && !ring && depth <= kSliceTiles * kTileColumns) pieces.left = 1;
+    if (p_.form == GemmForm::kGradient && unit && task.rows > kPanelRows) pieces.right = 1;
     if (cost.few) {
       const auto tiles = static_cast<double>(CeilDiv(task.columns, kPanelRows) * CeilDiv(p_.k, kTileColumns));
       const std::int64_t rest = task.rows % call_rows, whole_calls = task.rows / call_rows;

@@ -24,7 +24,7 @@
 namespace moesaic {
 
 /// Changes whenever the same figures may give another answer, or have to be measured anew: part of every cached answer's key.
-inline constexpr int kGemmModelVersion = 44;
+inline constexpr int kGemmModelVersion = 45;
 
 /// Which function of KernelTier computes it.
 enum class GemmForm { kDirect, kUnpack, kGradient };
