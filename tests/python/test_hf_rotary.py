@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import pickle
 import sys
 from collections.abc import Callable
@@ -160,7 +162,8 @@ def test_no_grad_inference_mode_and_autocast(calls: list[torch.Size]) -> None:
 
 
 def test_what_a_call_leaves_to_transformers(calls: list[torch.Size]) -> None:
-    turn = hook._with_engine(modeling_qwen3.Qwen3Attention.forward).__globals__["apply_rotary_pos_emb"]
+    forward = inspect.unwrap(modeling_qwen3.Qwen3Attention.forward)
+    turn = hook._with_engine(forward).__globals__["apply_rotary_pos_emb"]
     assert hook._agrees(STOCK)
     calls.clear()
     x = torch.randn(2, 4, 3, 32).bfloat16().transpose(1, 2)
@@ -243,6 +246,37 @@ def test_what_is_replaced_behind_it_counts(calls: list[torch.Size], monkeypatch:
     attention = model.model.layers[0].self_attn
     angles = torch.randn(1, 9, 32).bfloat16(), torch.randn(1, 9, 32).bfloat16()
     assert attention(torch.randn(2, 9, 64).bfloat16(), angles, None)[0].shape == (2, 9, 64) and not calls
+
+
+def decorated(function: Callable[..., Any], seen: list[str], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def around(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(name)
+        return function(self, *args, **kwargs)
+
+    return around
+
+
+def test_decorators_stay_around_a_forward(calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, seen = qwen3()(IDS).logits, list[str]()
+    own = modeling_qwen3.Qwen3Attention.forward
+    monkeypatch.setattr(
+        modeling_qwen3.Qwen3Attention, "forward", decorated(decorated(own, seen, "inner"), seen, "outer")
+    )
+    model = qwen3()
+    alone(model)
+    calls.clear()
+    assert torch.equal(model(IDS).logits, stock) and calls == TURNED and seen == 2 * ["outer", "inner"]
+    # One that was put there since, and one that keeps what it calls where nobody finds it.
+    monkeypatch.setattr(modeling_qwen3.Qwen3Attention, "forward", decorated(own, seen, "another"))
+    calls.clear()
+    seen.clear()
+    assert torch.equal(model(IDS).logits, stock) and calls == TURNED and seen == 2 * ["another"]
+    hidden = functools.wraps(own)(lambda *args, call=[own], **kwargs: call[0](*args, **kwargs))
+    monkeypatch.setattr(modeling_qwen3.Qwen3Attention, "forward", hidden)
+    calls.clear()
+    assert torch.equal(model(IDS).logits, stock) and not calls
+    assert hook.serve(qwen3().model.layers[0].self_attn) == ""
 
 
 class InheritsForward(modeling_qwen3.Qwen3Attention):

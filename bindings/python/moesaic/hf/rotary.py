@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -52,10 +52,30 @@ class _Names(dict[str, Any]):
         return self.file[name]
 
 
+def _decorated(function: FunctionType) -> FunctionType | None:
+    """What a decorator of `functools.wraps` calls; None for what is none, or does not hold it in a closure."""
+    inner = getattr(function, "__wrapped__", None)
+    held = isinstance(inner, FunctionType) and any(_holds(cell, inner) for cell in function.__closure__ or ())
+    return inner if held else None
+
+
+def _holds(cell: CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # empty
+        return False
+
+
 @functools.cache
-def _with_engine(forward: Any) -> FunctionType:
-    """The function `forward`, for which `_NAME` means the engine's."""
-    file = forward.__globals__
+def _with_engine(forward: FunctionType) -> FunctionType:
+    """The function `forward`, for which `_NAME` means the engine's; decorators (deprecated arguments in transformers
+    5.24) stay around it."""
+    file, cells = forward.__globals__, forward.__closure__
+    inner = _decorated(forward)
+    if inner is not None and cells is not None:
+        within = _with_engine(inner)
+        cells = tuple(CellType(within) if _holds(cell, inner) else cell for cell in cells)
+        return _copy(forward, file, cells)
 
     def turn(*args: Any, **kwargs: Any) -> _Pair:
         function = file[_NAME]  # as it is now: somebody may have replaced it
@@ -65,10 +85,12 @@ def _with_engine(forward: Any) -> FunctionType:
         pair: _Pair = function(*args, **kwargs)
         return pair
 
-    own = FunctionType(
-        forward.__code__, _Names(file, **{_NAME: turn}), forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    own.__kwdefaults__ = forward.__kwdefaults__
+    return _copy(forward, _Names(file, **{_NAME: turn}), cells)
+
+
+def _copy(function: FunctionType, names: dict[str, Any], cells: tuple[CellType, ...] | None) -> FunctionType:
+    own = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    own.__kwdefaults__ = function.__kwdefaults__
     return own
 
 
@@ -87,6 +109,8 @@ def serve(module: nn.Module) -> str | None:
     forward = type(module).forward
     if not isinstance(getattr(module, "is_causal", None), bool) or not isinstance(forward, FunctionType):
         return ""
+    while (inner := _decorated(forward)) is not None:
+        forward = inner
     function = forward.__globals__.get(_NAME)
     if function is None or _NAME not in forward.__code__.co_names:
         return ""
