@@ -7,8 +7,8 @@
 
 namespace {
 
-/// A matrix unit takes two panels of one factor with one of the other, as the direct form does where it meets weights again:
-/// on a core that two hardware threads share, products of 2 x 2 take half as long again (amx_cell.h).
+/// On a matrix unit two left panels meet one right panel at a time, and a single one two: on 16 AMX threads products of 2 x 2
+/// take 1.3 to 2 times as long (docs/experiments/amx.md).
 template <class Cell>
 void GradientGemm(const GradientGemmArgs& args) {
   [[maybe_unused]] const typename Cell::Scope scope;

@@ -210,7 +210,7 @@ class TaskCounter {
       parts *= std::max<std::int64_t>(1, (CeilDiv(call_depth, kTileColumns) + kSliceTiles / 2) / kSliceTiles);
     }
     if (slices && unit && !ring && depth <= kSliceTiles * kTileColumns) pieces.left = 1;
-    if (p_.form == GemmForm::kGradient && unit && task.rows > kPanelRows) pieces.right = 1;
+    if (p_.form == GemmForm::kGradient && unit && call_rows > kPanelRows) pieces.right = 1;
     if (cost.few) {
       const auto tiles = static_cast<double>(CeilDiv(task.columns, kPanelRows) * CeilDiv(p_.k, kTileColumns));
       const std::int64_t rest = task.rows % call_rows, whole_calls = task.rows / call_rows;
@@ -389,6 +389,20 @@ class TaskCounter {
     return {ns, static_cast<double>(cells)};
   }
 
+  /// The same for a call's panels of rows and of columns.
+  std::pair<double, double> CellsOfCall(std::int64_t rows, std::int64_t columns, const Pieces& most) const {
+    if (p_.form == GemmForm::kDirect) return Cells(columns, rows, most);
+    if (p_.form == GemmForm::kUnpack || !m_.kernel.unpack_overlaps) return Cells(rows, columns, most);
+    // A matrix unit (gemm/gradient_gemm.h): two panels of rows meet one of columns at a time, a last one alone two.
+    auto [ns, cells] = Cells(rows / 2 * 2, columns, {2, 1});
+    if (rows % 2 != 0) {
+      const auto [ns_of_last, cells_of_last] = Cells(1, columns, {1, m_.kernel.right_panels});
+      ns += ns_of_last;
+      cells += cells_of_last;
+    }
+    return {ns, cells};
+  }
+
   void CountCells(const TaskShape& task, std::int64_t call_rows, std::int64_t parts, const Pieces& most, TaskCost& cost) const {
     const KernelFigures& kernel = m_.kernel;
     const double of_widest =
@@ -400,7 +414,7 @@ class TaskCounter {
     const auto of_rows = [&](std::int64_t rows, double calls) {
       if (rows == 0) return;
       const std::int64_t row_panels = CeilDiv(rows, kPanelRows);
-      const auto [ns, cells] = p_.form == GemmForm::kDirect ? Cells(panels, row_panels, most) : Cells(row_panels, panels, most);
+      const auto [ns, cells] = CellsOfCall(row_panels, panels, most);
       cost.cells_ns += calls * (ns * steps + cells * visits_ns);
       if (p_.form == GemmForm::kUnpack) {
         cost.unpack_ns += calls * static_cast<double>(CeilDiv(p_.k, kPanelRows)) *

@@ -279,6 +279,53 @@ def test_decorators_stay_around_a_forward(calls: list[torch.Size], monkeypatch: 
     assert hook.serve(qwen3().model.layers[0].self_attn) == ""
 
 
+def test_decorators_that_look_at_what_they_call(calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = modeling_qwen3.Qwen3Attention.forward
+    stock, signature = qwen3()(IDS).logits, inspect.signature(own)
+    marked = decorated(own, [], "")
+    marked.mark = "kept"  # type: ignore[attr-defined]
+
+    @functools.wraps(marked)
+    def looks(*args: Any, **kwargs: Any) -> Any:
+        assert marked.mark == "kept" and inspect.signature(marked) == signature  # type: ignore[attr-defined]
+        return marked(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3Attention, "forward", looks)
+    model = qwen3()
+    alone(model)
+    calls.clear()
+    assert torch.equal(model(IDS).logits, stock) and calls == TURNED
+    # One that turns queries and keys itself, and calls the other one at times: its own name counts.
+    seen: list[int] = []
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", lambda *args: seen.append(1) or STOCK(*args))
+
+    @functools.wraps(own)
+    def turns(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        apply_rotary_pos_emb(*(torch.zeros(1, 1, 1, 32) for _ in range(2)), *(torch.zeros(1, 1, 32) for _ in range(2)))  # type: ignore[name-defined]  # noqa: F821
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3Attention, "forward", turns)
+    calls.clear()
+    assert torch.equal(model(IDS).logits, stock) and not set(calls) & set(TURNED) and len(calls) > 2 and seen
+
+
+def test_compiled_forwards_are_left_alone(calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, own = qwen3()(IDS).logits, modeling_qwen3.Qwen3Attention.forward
+    monkeypatch.setattr(
+        modeling_qwen3.Qwen3Attention, "forward", torch.compile(own, backend="eager", fullgraph=True, dynamic=False)
+    )
+    model = qwen3()
+    assert {hook.serve(layer.self_attn) for layer in model.model.layers} == {""}
+    # One that was served before its class was compiled.
+    monkeypatch.undo()
+    monkeypatch.setattr(hook, "_FEW", 0)
+    alone(model)
+    monkeypatch.setattr(
+        modeling_qwen3.Qwen3Attention, "forward", torch.compile(own, backend="eager", fullgraph=True, dynamic=False)
+    )
+    assert torch.equal(model(IDS).logits, stock)
+
+
 class InheritsForward(modeling_qwen3.Qwen3Attention):
     """Its class stands in another file than the function that its forward calls."""
 

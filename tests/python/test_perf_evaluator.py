@@ -346,6 +346,24 @@ def test_amx_s_unpack_form_passes_the_left_factor():
     assert milliseconds([[10, quick], [slow, 28]]) > 1.1 * milliseconds([[10, slow], [quick, 28]])
 
 
+def test_amx_s_gradients_take_two_panels_of_one_factor_with_one_of_the_other():
+    def milliseconds(rows, step_ns):
+        description = Machine.named("emr-16c").to_json()
+        for figures in description["kernels"]["amx_bf16"]["per_thread"].values():
+            figures["step_ns"] = step_ns
+        evaluator = GemmEvaluator(Machine.from_json(description), 1, cache=False)
+        shape = GemmShape(m=rows, k=1024, n=512, form="gradient", output="fp32", packed=True)
+        configuration = perf.gemm_evaluator.Configuration("gradient", 48, 512, 48, 512, 1024, "columns")
+        return evaluator.estimate(shape, configuration).milliseconds
+
+    # [rows - 1][columns - 1], panels of a cell: even panels of rows meet one of columns, a last one alone two of these.
+    assert milliseconds(32, [[10, 14], [20, 28]]) == milliseconds(32, [[99, 99], [20, 99]])
+    assert milliseconds(16, [[10, 14], [20, 28]]) == milliseconds(16, [[99, 14], [99, 99]])
+    assert milliseconds(48, [[10, 14], [20, 28]]) == milliseconds(48, [[99, 14], [20, 99]])
+    for of_pairs, of_the_last in ((30, 14), (20, 28)):
+        assert milliseconds(48, [[10, of_the_last], [of_pairs, 28]]) > 1.02 * milliseconds(48, [[10, 14], [20, 28]])
+
+
 def test_the_published_space_has_1800_candidates(machine):
     evaluator = GemmEvaluator(machine, cache=False, space="published")
     assert evaluator.evaluate(GemmShape(m=2000, k=4096, n=4096)).candidates == 1800

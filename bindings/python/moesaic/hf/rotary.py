@@ -1,8 +1,9 @@
 """Rotary embeddings of transformers' attention layers by the engine.
 
 The forward of such a layer calls a function that stands in the same file, `apply_rotary_pos_emb`. A served layer has
-that forward with the engine's function under this name; all other names mean what they mean in that file. The engine
-gives the same bits (`moesaic.nn.functional.rotary`), which is tried before.
+that forward with the engine's function under this name; all other names mean what they mean in that file, and what
+`functools.wraps` has put around it stays. The engine gives the same bits (`moesaic.nn.functional.rotary`), which is
+tried before.
 """
 
 from __future__ import annotations
@@ -53,10 +54,13 @@ class _Names(dict[str, Any]):
 
 
 def _decorated(function: FunctionType) -> FunctionType | None:
-    """What a decorator of `functools.wraps` calls; None for what is none, or does not hold it in a closure."""
+    """The function that a decorator made with `functools.wraps` calls; None if `function` is no such decorator, does
+    not hold it in its closure, compiles it, or calls `_NAME` itself."""
     inner = getattr(function, "__wrapped__", None)
-    held = isinstance(inner, FunctionType) and any(_holds(cell, inner) for cell in function.__closure__ or ())
-    return inner if held else None
+    if not isinstance(inner, FunctionType) or inner is function or hasattr(function, "_torchdynamo_orig_callable"):
+        return None
+    held = any(_holds(cell, inner) for cell in function.__closure__ or ())
+    return inner if held and _NAME not in function.__code__.co_names else None
 
 
 def _holds(cell: CellType, value: Any) -> bool:
@@ -68,14 +72,13 @@ def _holds(cell: CellType, value: Any) -> bool:
 
 @functools.cache
 def _with_engine(forward: FunctionType) -> FunctionType:
-    """The function `forward`, for which `_NAME` means the engine's; decorators (deprecated arguments in transformers
-    5.24) stay around it."""
-    file, cells = forward.__globals__, forward.__closure__
+    """The function `forward`, for which `_NAME` means the engine's; decorators stay around it (transformers 5.24 has
+    one for arguments with older names)."""
+    file, cells = forward.__globals__, forward.__closure__ or ()
     inner = _decorated(forward)
-    if inner is not None and cells is not None:
+    if inner is not None:
         within = _with_engine(inner)
-        cells = tuple(CellType(within) if _holds(cell, inner) else cell for cell in cells)
-        return _copy(forward, file, cells)
+        return _copy(forward, file, tuple(CellType(within) if _holds(cell, inner) else cell for cell in cells))
 
     def turn(*args: Any, **kwargs: Any) -> _Pair:
         function = file[_NAME]  # as it is now: somebody may have replaced it
@@ -88,9 +91,10 @@ def _with_engine(forward: FunctionType) -> FunctionType:
     return _copy(forward, _Names(file, **{_NAME: turn}), cells)
 
 
-def _copy(function: FunctionType, names: dict[str, Any], cells: tuple[CellType, ...] | None) -> FunctionType:
+def _copy(function: FunctionType, names: dict[str, Any], cells: tuple[CellType, ...]) -> FunctionType:
     own = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     own.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(own, function)
     return own
 
 
