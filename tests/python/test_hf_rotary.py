@@ -295,7 +295,7 @@ def test_decorators_that_look_at_what_they_call(calls: list[torch.Size], monkeyp
     alone(model)
     calls.clear()
     assert torch.equal(model(IDS).logits, stock) and calls == TURNED
-    # One that turns queries and keys itself, and calls the other one at times: its own name counts.
+    # One that calls the function itself: this call counts, and not those of what it calls.
     seen: list[int] = []
     monkeypatch.setitem(globals(), "apply_rotary_pos_emb", lambda *args: seen.append(1) or STOCK(*args))
 
