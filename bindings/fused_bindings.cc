@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -263,7 +264,31 @@ OutputTensor RowsOfSequences(std::int64_t batch, std::int64_t rows, std::int64_t
   return out;
 }
 
-/// What forward and backward of attention of many queries take alike, but for the bias.
+/// The first key of each query, as attention reads it; None: null.
+class FirstKeys {
+ public:
+  /// @param object  contiguous int64 [batch, queries]
+  FirstKeys(const py::object& object, std::int64_t batch, std::int64_t queries) {
+    if (object.is_none()) return;
+    const TensorView view = ViewOf(object, {"first_keys"}, "int64");
+    const bool fits = view.rank == 2 && view.dtype == DType::kInt64 && view.shape[0] == batch && view.shape[1] == queries;
+    if (!fits || (queries > 1 && view.stride[1] != 1) || (batch > 1 && view.stride[0] != queries)) {
+      throw std::invalid_argument("first_keys is no contiguous int64 tensor of shape [" + std::to_string(batch) + ", " +
+                                  std::to_string(queries) + "]");
+    }
+    const auto* const keys = static_cast<const std::int64_t*>(view.data);
+    for (std::int64_t i = 0; i < batch * queries; ++i) {
+      keys_.push_back(
+          static_cast<std::int32_t>(std::clamp<std::int64_t>(keys[i], 0, std::numeric_limits<std::int32_t>::max())));
+    }
+  }
+  const std::int32_t* data() const { return keys_.empty() ? nullptr : keys_.data(); }
+
+ private:
+  std::vector<std::int32_t> keys_;
+};
+
+/// What forward and backward of attention of many queries take alike, but for the bias and the first keys.
 void ReadAttention(const py::object& q, const py::object& k, const py::object& v, std::int64_t heads, float scale,
                    std::int64_t key_heads, bool causal, fused::AttentionArgs& args) {
   ReadFactors(q, k, v, args);
@@ -284,12 +309,14 @@ std::int64_t QueriesOf(const fused::AttentionArgs& args) {
 
 /// @param save  whether what attention_backward needs comes with the result: [2, queries of all heads], most and inverse_sums
 py::object Attention(const py::object& q, const py::object& k, const py::object& v, std::int64_t heads, float scale,
-                     const py::object& bias, std::int64_t key_heads, bool causal, bool save) {
+                     const py::object& bias, std::int64_t key_heads, bool causal, bool save, const py::object& first_keys) {
   UsesTorch torch;
   fused::AttentionArgs args;
   ReadAttention(q, k, v, heads, scale, key_heads, causal, args);
   const FloatVector bias_values(bias, "bias", args.k.shape[0] * args.k.shape[1]);
   args.bias = bias_values.data();
+  const FirstKeys first(first_keys, args.q.shape[0], args.q.shape[1]);
+  args.first_keys = first.data();
   OutputTensor out = RowsOfSequences(args.q.shape[0], args.q.shape[1], args.q.shape[2], args.out), statistics;
   if (save) {
     const std::int64_t queries = QueriesOf(args);
@@ -304,7 +331,7 @@ py::object Attention(const py::object& q, const py::object& k, const py::object&
 
 py::object AttentionBackward(const py::object& d_out, const py::object& q, const py::object& k, const py::object& v,
                              const py::object& out, const py::object& statistics, std::int64_t heads, float scale,
-                             const py::object& bias, std::int64_t key_heads, bool causal) {
+                             const py::object& bias, std::int64_t key_heads, bool causal, const py::object& first_keys) {
   UsesTorch torch;
   fused::AttentionGradArgs args;
   fused::AttentionArgs& forward = args.forward;
@@ -313,6 +340,8 @@ py::object AttentionBackward(const py::object& d_out, const py::object& q, const
   args.d_out = ViewOf(d_out, {"d_out"}, kTypes);
   const FloatVector bias_values(bias, "bias", forward.k.shape[0] * forward.k.shape[1]);
   forward.bias = bias_values.data();
+  const FirstKeys first(first_keys, forward.q.shape[0], forward.q.shape[1]);
+  forward.first_keys = first.data();
   const std::int64_t queries = QueriesOf(forward);
   if (statistics.is_none()) throw std::invalid_argument("statistics is None; expected what attention() saved");
   const FloatVector saved(statistics, "statistics", 2 * queries);
@@ -502,10 +531,10 @@ void BindFused(py::module_& module) {
   module.def("norm_backward", &NormBackward, arg("norm"), arg("d_out"), arg("normalized"), arg("inverse_std"), arg("gamma"));
   module.def("activation_backward", &ActivationBackward, arg("activation"), arg("d_out"), arg("pre"));
   module.def("attention", &Attention, arg("q"), arg("k"), arg("v"), arg("heads"), arg("scale"), arg("bias") = py::none(),
-             arg("key_heads") = 0, arg("causal") = false, arg("save") = false);
+             arg("key_heads") = 0, arg("causal") = false, arg("save") = false, arg("first_keys") = py::none());
   module.def("attention_backward", &AttentionBackward, arg("d_out"), arg("q"), arg("k"), arg("v"), arg("out"),
              arg("statistics"), arg("heads"), arg("scale"), arg("bias") = py::none(), arg("key_heads") = 0,
-             arg("causal") = false);
+             arg("causal") = false, arg("first_keys") = py::none());
   module.def("few_queries_attention", &FewQueriesAttention, arg("q"), arg("k"), arg("v"), arg("batch"), arg("scale"),
              arg("bias") = py::none(), arg("causal") = false);
   module.def("sample_of", &Sample, arg("tensor"));

@@ -30,10 +30,11 @@ class AttentionRun {
         keys_(args.k.shape[1]),
         head_size_(args.q.shape[2] / args.heads),
         heads_together_(HeadsTogether(args)),
-        ld_scores_(SumsPitch(RoundUp(keys_, kTileColumns))),
+        widest_(Widest(args)),
+        ld_scores_(SumsPitch(RoundUp(widest_, kTileColumns))),
         ld_out_(SumsPitch(RoundUp(head_size_, kTileColumns))) {
     // Scores and what they are rounded to, of a block, in half of L2.
-    const std::int64_t fitting = HostL2Bytes() / 2 / (6 * RoundUp(keys_, kTileColumns));
+    const std::int64_t fitting = HostL2Bytes() / 2 / (6 * RoundUp(widest_, kTileColumns));
     block_ = std::clamp<std::int64_t>(fitting / kPanelRows * kPanelRows, kPanelRows, kMostQueries);
     const std::int64_t heads = args.q.shape[0] * args.heads, blocks = CeilDiv(queries_, block_);
     // Two tasks a thread, so that nobody waits long for the last one.
@@ -65,7 +66,8 @@ class AttentionRun {
     float* scores;       ///< [block_][ld_scores_]
     float* out;          ///< [block_][ld_out_]
     float* inverse_sums;
-    const void** rows;  ///< of keys, values or queries, while they are packed
+    std::int32_t* first_columns;  ///< where queries do not see all keys from the block's first one on
+    const void** rows;            ///< of keys, values or queries, while they are packed
   };
 
   Memory Take(Carver& carver) const {
@@ -73,10 +75,11 @@ class AttentionRun {
     memory.keys = TakeTiles(carver, TileMatrix::Activations(nullptr, keys_, head_size_));
     memory.values = TakeTiles(carver, TileMatrix::RowPairs(nullptr, keys_, head_size_));
     memory.queries = TakeTiles(carver, TileMatrix::Activations(nullptr, block_, head_size_));
-    memory.powers = TakeTiles(carver, TileMatrix::Activations(nullptr, block_, keys_));
+    memory.powers = TakeTiles(carver, TileMatrix::Activations(nullptr, block_, widest_));
     memory.scores = carver.Take<float>(block_ * ld_scores_);
     memory.out = carver.Take<float>(block_ * ld_out_);
     memory.inverse_sums = carver.Take<float>(block_);
+    memory.first_columns = carver.Take<std::int32_t>(block_);
     memory.rows = carver.Take<const void*>(std::max(keys_, block_));
     return memory;
   }
@@ -105,20 +108,45 @@ class AttentionRun {
       const std::int64_t rows = std::min(block_, end - first);
       q.Pack(kernels_, first, rows, stored, memory.rows);
       q.Fetch(first + rows, std::min(block_, end - first - rows));
-      // Keys behind the last query's own are left out, in whole tiles.
-      const std::int64_t before = keys_ - queries_ + first, seen = args_.causal ? before + rows : keys_;
-      TileMatrix queries = memory.queries, keys = memory.keys, values = memory.values, powers = memory.powers;
+      const Block block = KeysOf(batch, head, first, rows);
+      TileMatrix queries = memory.queries, powers = memory.powers;
       queries.panels = powers.panels = CeilDiv(rows, kPanelRows);
-      keys.panels = CeilDiv(seen, kPanelRows);
-      values.columns = powers.columns = CeilDiv(seen, kTileColumns);
-      Multiply(kernels_, FusedStage::kGemm, queries, keys, Flops(rows, seen, head_size_), memory.scores, ld_scores_);
-      Softmax(rows, seen, args_.causal ? before + 1 : 0, bias, powers, memory, (batch * args_.heads + head) * queries_ + first);
-      Multiply(kernels_, FusedStage::kGemm, powers, values, Flops(rows, head_size_, seen), memory.out, ld_out_);
+      powers.columns = CeilDiv(block.keys, kTileColumns);
+      const TileMatrix keys = FromPanel(memory.keys, block.key / kPanelRows, CeilDiv(block.keys, kPanelRows));
+      const TileMatrix values = FromColumn(memory.values, block.key / kTileColumns, powers.columns);
+      Multiply(kernels_, FusedStage::kGemm, queries, keys, Flops(rows, block.keys, head_size_), memory.scores, ld_scores_);
+      Softmax(block, bias, powers, memory);
+      Multiply(kernels_, FusedStage::kGemm, powers, values, Flops(rows, head_size_, block.keys), memory.out, ld_out_);
       for (std::int64_t i = 0; i < rows; ++i) {
         for (std::int64_t c = 0; c < head_size_; ++c) memory.out[i * ld_out_ + c] *= memory.inverse_sums[i];
       }
       out.Store(kernels_, memory.out, ld_out_, first, rows);
     }
+  }
+
+  /// Some queries of a head, and the keys that they see.
+  struct Block {
+    std::int64_t batch, head, query, rows;
+    std::int64_t key, keys;   ///< the first, and how many: those before and behind are left out, in whole tiles
+    std::int64_t first_sees;  ///< of these keys the first query; 0: all queries see all
+  };
+
+  Block KeysOf(std::int64_t batch, std::int64_t head, std::int64_t query, std::int64_t rows) const {
+    const std::int64_t own = keys_ - queries_ + query, end = args_.causal ? own + rows : keys_;
+    const std::int64_t key = FirstKeyOf(args_, batch, query, rows, args_.causal ? own : keys_ - 1);
+    return {batch, head, query, rows, key, end - key, args_.causal ? own + 1 - key : 0};
+  }
+
+  /// Keys that a block of queries sees, at most.
+  static std::int64_t Widest(const AttentionArgs& args) {
+    const std::int64_t queries = args.q.shape[1], keys = args.k.shape[1];
+    if (args.first_keys == nullptr) return keys;
+    std::int64_t most = 1;  // of one query
+    for (std::int64_t i = 0; i < args.q.shape[0] * queries; ++i) {
+      const std::int64_t end = args.causal ? keys - queries + i % queries + 1 : keys;
+      most = std::max(most, end - std::max(args.first_keys[i], 0));
+    }
+    return std::min(most + kMostQueries + kTileColumns, keys);
   }
 
   void PackKeys(std::int64_t batch, std::int64_t column, std::int64_t count, const Memory& memory) const {
@@ -134,29 +162,35 @@ class AttentionRun {
 
   /// Scores become powers, rounded to bf16 tiles. What divides them comes after the product: the largest power is 1 to the last
   /// bit, where probabilities that are equal would all be rounded in one direction.
-  /// @param keys  of which the first row sees `first_sees`, or all where that is 0
-  /// @param row   of the first query, among those of all heads
-  void Softmax(std::int64_t rows, std::int64_t keys, std::int64_t first_sees, const float* bias, const TileMatrix& powers,
-               const Memory& memory, std::int64_t row) const {
-    const FusedRange range(FusedStage::kSoftmax, 0.0, 6.0 * static_cast<double>(rows * keys));
+  /// @param bias  of all keys of the sequence, or null
+  void Softmax(const Block& block, const float* bias, const TileMatrix& powers, const Memory& memory) const {
+    const FusedRange range(FusedStage::kSoftmax, 0.0, 6.0 * static_cast<double>(block.rows * block.keys));
+    const std::int64_t row = (block.batch * args_.heads + block.head) * queries_ + block.query;  // among those of all heads
     SoftmaxRowsArgs softmax;
     softmax.x = memory.scores;
     softmax.ld = ld_scores_;
-    softmax.rows = rows;
-    softmax.columns = keys;
-    softmax.first_sees = first_sees;
+    softmax.rows = block.rows;
+    softmax.columns = block.keys;
+    softmax.first_sees = block.first_sees;
+    if (args_.first_keys != nullptr) {
+      for (std::int64_t i = 0; i < block.rows; ++i) {
+        const std::int64_t first = args_.first_keys[block.batch * queries_ + block.query + i] - block.key;
+        memory.first_columns[i] = static_cast<std::int32_t>(std::clamp<std::int64_t>(first, 0, block.keys));
+      }
+      softmax.first_columns = memory.first_columns;
+    }
     softmax.scale = args_.scale;
-    softmax.bias = bias;
+    softmax.bias = bias == nullptr ? nullptr : bias + block.key;
     softmax.powers = powers;
     softmax.inverse_sums = memory.inverse_sums;
     softmax.most = args_.most == nullptr ? nullptr : args_.most + row;
     kernels_.fused.softmax_rows(softmax);
-    if (args_.inverse_sums != nullptr) std::copy_n(memory.inverse_sums, rows, args_.inverse_sums + row);
+    if (args_.inverse_sums != nullptr) std::copy_n(memory.inverse_sums, block.rows, args_.inverse_sums + row);
   }
 
   const AttentionArgs& args_;
   Pool& pool_;
-  const std::int64_t queries_, keys_, head_size_, heads_together_, ld_scores_, ld_out_;
+  const std::int64_t queries_, keys_, head_size_, heads_together_, widest_, ld_scores_, ld_out_;
   const KernelTier& kernels_ = ChosenKernels();
   std::int64_t block_ = 0, parts_ = 0, blocks_of_part_ = 0;
   std::vector<Packed> packed_;  ///< of each worker

@@ -34,6 +34,9 @@ struct AttentionArgs {
   /// has it, and the inverse of its powers' sum.
   float* most = nullptr;
   float* inverse_sums = nullptr;
+  /// Contiguous [B, T], or null: the first key that each query sees, as sequences that share a row and windows have it; 0 or
+  /// less: all. Where a query sees none, its result is 0. Blocks of keys that a block of queries does not see are left out.
+  const std::int32_t* first_keys = nullptr;
 };
 
 /// Scores and sums are fp32, p is rounded to bf16 before it is divided by its sum. NaN passes through; from a value that a

@@ -20,18 +20,6 @@ constexpr std::int64_t kQueries = 256, kKeys = 128;
 /// Keys of a block that not all of its queries see: half of what is computed there is for nothing.
 constexpr std::int64_t kKeysOfDiagonal = 64;
 
-TileMatrix FromPanel(TileMatrix tiles, std::int64_t panel, std::int64_t panels) {
-  tiles.data = tiles.Tile(panel, 0);
-  tiles.panels = panels;
-  return tiles;
-}
-
-TileMatrix FromColumn(TileMatrix tiles, std::int64_t column, std::int64_t columns) {
-  tiles.data = tiles.Tile(0, column);
-  tiles.columns = columns;
-  return tiles;
-}
-
 /// One call of AttentionGrad(): the memory and the steps of its tasks. A group is the heads of queries that share keys.
 class AttentionGradRun {
  public:
@@ -87,6 +75,7 @@ class AttentionGradRun {
     float* d_queries;                    ///< [D][kLdBlock]
     float* turned;                       ///< [16][ld_]
     float* delta;                        ///< [kQueries]
+    std::int32_t* first_rows;            ///< [kQueries]
     const void** rows;
   };
 
@@ -108,6 +97,7 @@ class AttentionGradRun {
     memory.d_queries = carver.Take<float>(columns * kLdBlock);
     memory.turned = carver.Take<float>(kPanelRows * ld_);
     memory.delta = carver.Take<float>(kQueries);
+    memory.first_rows = carver.Take<std::int32_t>(kQueries);
     memory.rows = carver.Take<const void*>(std::max(keys_, kQueries));
     return memory;
   }
@@ -147,19 +137,30 @@ class AttentionGradRun {
     q.Fetch(0, std::min(kRowsAhead, queries_));
     if (packed != index / heads_together_) PackKeys(batch, head / heads_together_ * head_size_, memory);
     packed = index / heads_together_;
+    const Sums sums = SumsOf(slot, index % heads_together_);
+    if (forward_.first_keys != nullptr) std::fill_n(sums.d_k, 2 * sums_of_head_, 0.0f);
     for (std::int64_t first = 0; first < queries_; first += kQueries) {
       const std::int64_t count = std::min(kQueries, queries_ - first);
       PackQueries(batch, column, first, count, memory);
+      if (forward_.first_keys != nullptr) std::fill_n(memory.d_queries, RoundUp(head_size_, kTileColumns) * kLdBlock, 0.0f);
       std::int64_t keys = 0;
-      for (std::int64_t key = 0; key < keys_; key += keys) {
+      for (std::int64_t key = FirstKeyOf(forward_, batch, first, count, keys_ - 1); key < keys_; key += keys) {
         // Causal, a key is seen by its own query and those behind it.
         const std::int64_t diagonal = forward_.causal ? key - (keys_ - queries_) - first : -keys_;
         if (diagonal >= count) break;
         keys = std::min(forward_.causal && diagonal > -kKeys ? kKeysOfDiagonal : kKeys, keys_ - key);
-        AddBlock(index, {key, keys, first, count, diagonal}, SumsOf(slot, index % heads_together_), memory);
+        const std::int64_t end = LastThatSees(batch, first, count, key + keys);
+        if (end > diagonal && end > 0) AddBlock(index, {key, keys, first, end, diagonal}, sums, memory);
       }
       StoreQueries({args_.d_q, batch, column, head_size_}, first, count, memory);
     }
+  }
+
+  /// One behind the last of some queries that sees a key before `end`.
+  std::int64_t LastThatSees(std::int64_t batch, std::int64_t query, std::int64_t count, std::int64_t end) const {
+    if (forward_.first_keys == nullptr) return count;
+    while (count > 0 && forward_.first_keys[batch * queries_ + query + count - 1] >= end) --count;
+    return count;
   }
 
   /// Keys and values; the keys once more, as the left factor of d_q.
@@ -241,6 +242,7 @@ class AttentionGradRun {
     softmax.inverse_sums = args_.inverse_sums + index * queries_ + block.query + skipped;
     softmax.delta = memory.delta + skipped;
     softmax.diagonal = block.diagonal - skipped;
+    softmax.first_rows = FirstRows(index, block, skipped, memory);
     softmax.probability = probabilities;
     softmax.d_x = d_scores;
     softmax.d_x_pairs = d_score_pairs;
@@ -248,11 +250,22 @@ class AttentionGradRun {
       const FusedRange range(FusedStage::kBackwardSoftmax, 0.0, 14.0 * static_cast<double>(block.keys * count));
       kernels_.fused.softmax_grad(softmax);
     }
-    // Queries of a block before this one have seen these keys.
-    const bool seen = block.query > 0 && block.diagonal < 0;
+    // Queries of a block before this one have seen these keys; or all sums are 0 at first.
+    const bool added = forward_.first_keys != nullptr, seen = added || (block.query > 0 && block.diagonal < 0);
     multiply(probabilities, d_out_rows, sums.d_v + block.key * ld_, ld_, seen);
     multiply(d_scores, query_rows, sums.d_k + block.key * ld_, ld_, seen);
-    multiply(keys_t, d_score_pairs, memory.d_queries + skipped, kLdBlock, block.key > 0);
+    multiply(keys_t, d_score_pairs, memory.d_queries + skipped, kLdBlock, added || block.key > 0);
+  }
+
+  /// Of the block's queries but those left out: the first row of it that each sees; null where all see all.
+  const std::int32_t* FirstRows(std::int64_t index, const Block& block, std::int64_t skipped, const Memory& memory) const {
+    if (forward_.first_keys == nullptr) return nullptr;
+    const std::int32_t* const keys = forward_.first_keys + index / forward_.heads * queries_ + block.query;
+    if (*std::max_element(keys + skipped, keys + block.queries) <= block.key) return nullptr;
+    for (std::int64_t i = skipped; i < block.queries; ++i) {
+      memory.first_rows[i] = static_cast<std::int32_t>(std::max<std::int64_t>(keys[i] - block.key, 0));
+    }
+    return memory.first_rows + skipped;
   }
 
   /// Their gradients, which lie transposed.

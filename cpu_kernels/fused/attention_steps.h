@@ -1,6 +1,7 @@
 // Steps that attention of many queries and its gradients share. Not for others.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cpu_kernels/aligned_buffer.h"
@@ -23,6 +24,28 @@ inline constexpr std::int64_t kRowsAhead = 128;
 inline TileMatrix TakeTiles(Carver& carver, TileMatrix matrix) {
   matrix.data = carver.Take<BFloat16>(matrix.size());
   return matrix;
+}
+
+/// Panels of a matrix of tiles from `panel` on.
+inline TileMatrix FromPanel(TileMatrix tiles, std::int64_t panel, std::int64_t panels) {
+  tiles.data = tiles.Tile(panel, 0);
+  tiles.panels = panels;
+  return tiles;
+}
+
+/// Its columns of tiles from `column` on.
+inline TileMatrix FromColumn(TileMatrix tiles, std::int64_t column, std::int64_t columns) {
+  tiles.data = tiles.Tile(0, column);
+  tiles.columns = columns;
+  return tiles;
+}
+
+/// The first key that any of some queries of a sequence sees, at most `last`, in whole tiles.
+inline std::int64_t FirstKeyOf(const AttentionArgs& args, std::int64_t batch, std::int64_t query, std::int64_t count,
+                               std::int64_t last) {
+  if (args.first_keys == nullptr) return 0;
+  const std::int32_t* const keys = args.first_keys + batch * args.q.shape[1] + query;
+  return std::clamp<std::int64_t>(*std::min_element(keys, keys + count), 0, last) / kTileColumns * kTileColumns;
 }
 
 /// The rows of one head, as kernels take them.

@@ -135,6 +135,8 @@ struct SoftmaxRowsArgs {
   const float* bias = nullptr;  ///< [columns], or null
   /// The first row sees so many columns, each one after it one more, up to all; others count as -infinity. 0: all see all.
   std::int64_t first_sees = 0;
+  /// [rows], or null: the first column that each row sees, from 0 on; those before it count as -infinity, too.
+  const std::int32_t* first_columns = nullptr;
   TileMatrix powers;              ///< operand [rows][columns], activations' order
   float* inverse_sums = nullptr;  ///< [rows]
   float* most = nullptr;          ///< [rows] m, without bias m / ln 2; 0 where all are -infinity. Null: not wanted
@@ -156,9 +158,11 @@ struct SoftmaxGradArgs {
   const float* inverse_sums = nullptr;  ///< [columns]
   const float* delta = nullptr;         ///< [columns]: scale times the sum over a query's keys of probability d_probability
   std::int64_t diagonal = 0;            ///< row r is seen from column diagonal + r on; -rows or less: everywhere
-  TileMatrix probability;               ///< operand [rows][columns], activations' order, as both below
-  TileMatrix d_x;                       ///< operand
-  TileMatrix d_x_pairs;                 ///< row pairs
+  /// [columns], with memory for the next multiple of 16, or null: the first row that each column sees; 0 or less: all.
+  const std::int32_t* first_rows = nullptr;
+  TileMatrix probability;  ///< operand [rows][columns], activations' order, as both below
+  TileMatrix d_x;          ///< operand
+  TileMatrix d_x_pairs;    ///< row pairs
 };
 
 /// out[r] = scale * sum over c of a[r][c] b[r][c], in 16 interleaved parts

@@ -32,15 +32,19 @@ MOESAIC_INLINE ProbabilityAndGradient GradientOfScores(const SoftmaxGradArgs& ar
   return {probability, probability * (Load(d_probability + c, n) * Broadcast(args.scale) - Load(args.delta + c, n))};
 }
 
-/// The same where queries before column `first` do not see the key, and there are `columns` in all.
+/// The same where queries before column `first`, and those that begin behind this row, do not see the key, and there are
+/// `columns` in all.
 template <bool kBiased>
-MOESAIC_INLINE ProbabilityAndGradient SeenGradientOfScores(const SoftmaxGradArgs& args, const float* x,
+MOESAIC_INLINE ProbabilityAndGradient SeenGradientOfScores(const SoftmaxGradArgs& args, std::int64_t row, const float* x,
                                                            const float* d_probability, float bias, std::int64_t c,
                                                            std::int64_t first) {
   const std::int64_t left = args.columns - c, n = left < 16 ? left : 16, unseen = first > c ? first - c : 0;
   if (unseen >= n) return {F32x16{}, F32x16{}};
   const ProbabilityAndGradient value = GradientOfScores<kBiased>(args, x, d_probability, bias, c, n);
-  const I32x16 counts = ~LanesBelow(unseen) & LanesBelow(n);
+  I32x16 counts = ~LanesBelow(unseen) & LanesBelow(n);
+  if (args.first_rows != nullptr) {
+    counts = counts & (LoadVector<I32x16>(args.first_rows + c) < I32x16{} + static_cast<std::int32_t>(row + 1));
+  }
   return {Select(counts, value.probability, F32x16{}), Select(counts, value.gradient, F32x16{})};
 }
 
@@ -70,7 +74,7 @@ inline void SoftmaxGradOf(const SoftmaxGradArgs& args) {
     const float bias[2] = {kBiased && !none ? args.bias[r] : 0.0f, kBiased && both ? args.bias[r + 1] : 0.0f};
     for (std::int64_t c = 0; c < args.columns; c += kTileColumns) {
       ProbabilityAndGradient even[2], odd[2];  // rows
-      if (first[1] <= c && c + kTileColumns <= args.columns) {
+      if (args.first_rows == nullptr && first[1] <= c && c + kTileColumns <= args.columns) {
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
           const std::int64_t at = c + 16 * half;
@@ -81,8 +85,8 @@ inline void SoftmaxGradOf(const SoftmaxGradArgs& args) {
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
           const std::int64_t at = c + 16 * half;
-          even[half] = SeenGradientOfScores<kBiased>(args, x, d_probability, bias[0], at, first[0]);
-          odd[half] = SeenGradientOfScores<kBiased>(args, x + args.ld, d_probability + args.ld, bias[1], at, first[1]);
+          even[half] = SeenGradientOfScores<kBiased>(args, r, x, d_probability, bias[0], at, first[0]);
+          odd[half] = SeenGradientOfScores<kBiased>(args, r + 1, x + args.ld, d_probability + args.ld, bias[1], at, first[1]);
         }
       }
       if (r < rows_of_panels) {

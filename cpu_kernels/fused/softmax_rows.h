@@ -25,26 +25,56 @@ MOESAIC_INLINE F32x16 Powers(const SoftmaxRowsArgs& args, const float* x, std::i
   return RoughExp2((Scores<true>(args, x, c, n) - Broadcast(most)) * kLog2OfE);
 }
 
-/// @param columns  that the row sees
+/// The columns that a row sees, [first, end). They are taken by 32, of which the first and the last may be seen in part.
+struct SeenColumns {
+  std::int64_t first, end;
+
+  /// Of the sixteen columns from c on.
+  MOESAIC_INLINE I32x16 Lanes(std::int64_t c) const { return ~LanesBelow(first - c) & LanesBelow(end - c); }
+  /// How many of them lie before the end.
+  MOESAIC_INLINE std::int64_t Left(std::int64_t c) const { return end - c < 16 ? end - c : 16; }
+};
+
 /// @return the largest score
 template <bool kBiased>
-inline float SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, std::int64_t columns, BFloat16* out, float& inverse_sum) {
+inline float SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, const SeenColumns& seen, BFloat16* out,
+                        float& inverse_sum) {
   constexpr float kInfinity = __builtin_inff();
-  const std::int64_t whole = columns / 32 * 32, step = args.powers.column_stride * kTileElements;
+  const std::int64_t step = args.powers.column_stride * kTileElements;
+  const std::int64_t begin = seen.first / 32 * 32, whole = RoundUp(seen.first, 32);
+  const std::int64_t rest = seen.end / 32 * 32 > whole ? seen.end / 32 * 32 : whole;
   F32x16 largest[2] = {Broadcast(-kInfinity), Broadcast(-kInfinity)};
-  for (std::int64_t c = 0; c < whole; c += 32) {
+  const auto largest_of_part = [&](std::int64_t from, std::int64_t to) {
+    for (std::int64_t c = from; c < to && c < seen.end; c += 16) {
+      const F32x16 scores = Scores<kBiased>(args, x, c, seen.Left(c));
+      largest[0] = Larger(Select(seen.Lanes(c), scores, Broadcast(-kInfinity)), largest[0]);
+    }
+  };
+  largest_of_part(begin, whole);
+  for (std::int64_t c = whole; c < rest; c += 32) {
     for (int i = 0; i < 2; ++i) largest[i] = Larger(Scores<kBiased>(args, x, c + 16 * i, 16), largest[i]);
   }
-  for (std::int64_t c = whole; c < columns; c += 16) {
-    const std::int64_t n = columns - c < 16 ? columns - c : 16;
-    const F32x16 scores = Scores<kBiased>(args, x, c, n);
-    largest[0] = Larger(Select(LanesBelow(n), scores, Broadcast(-kInfinity)), largest[0]);
-  }
+  largest_of_part(rest, seen.end);
   float most = LargestOfLanes(Larger(largest[0], largest[1]));
   const bool nothing = most == -kInfinity;
   if (nothing) most = 0.0f;
   F32x16 sums[2] = {};
-  for (std::int64_t c = 0; c < whole; c += 32, out += step) {
+  const auto zeros = [&](std::int64_t from, std::int64_t to) {
+    for (std::int64_t c = from; c < to; c += 32, out += step) std::memset(out, 0, 64);
+  };
+  const auto powers_of_part = [&](std::int64_t from) {
+    F32x16 powers[2] = {};
+    for (int i = 0; i < 2; ++i) {
+      const std::int64_t c = from + 16 * i, left = seen.Left(c);
+      if (left > 0) powers[i] = Select(seen.Lanes(c), Powers<kBiased>(args, x, c, left, most), F32x16{});
+      sums[i] = sums[i] + powers[i];
+    }
+    StoreVector(out, NarrowBoth(powers[0], powers[1]));
+    out += step;
+  };
+  zeros(0, begin);
+  if (begin < whole) powers_of_part(begin);
+  for (std::int64_t c = whole; c < rest; c += 32, out += step) {
     F32x16 powers[2];
     for (int i = 0; i < 2; ++i) {
       powers[i] = Powers<kBiased>(args, x, c + 16 * i, 16, most);
@@ -52,17 +82,8 @@ inline float SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, std::int64_
     }
     StoreVector(out, NarrowBoth(powers[0], powers[1]));
   }
-  if (whole < columns) {
-    F32x16 powers[2] = {};
-    for (int i = 0; i < 2; ++i) {
-      const std::int64_t c = whole + 16 * i, left = columns - c, n = left < 16 ? left : 16;
-      if (n > 0) powers[i] = FirstLanes(Powers<kBiased>(args, x, c, n, most), n);
-      sums[i] = sums[i] + powers[i];
-    }
-    StoreVector(out, NarrowBoth(powers[0], powers[1]));
-    out += step;
-  }
-  for (std::int64_t c = RoundUp(columns, 32); c < args.columns; c += 32, out += step) std::memset(out, 0, 64);
+  if (rest < seen.end) powers_of_part(rest);
+  zeros(RoundUp(seen.end, 32), args.columns);
   const float sum = SumOfLanes(sums[0] + sums[1]);
   inverse_sum = nothing && sum == sum ? 0.0f : 1.0f / sum;  // NaN passes through
   return most;
@@ -73,9 +94,11 @@ inline void SoftmaxRows(const SoftmaxRowsArgs& args) {
     BFloat16* const out = args.powers.Tile(r / kPanelRows, 0) + r % kPanelRows * kTileColumns;
     const float* const x = args.x + r * args.ld;
     const std::int64_t sees = args.first_sees + r;
-    const std::int64_t columns = args.first_sees == 0 || sees > args.columns ? args.columns : sees;
-    const float most = args.bias == nullptr ? SoftmaxRow<false>(args, x, columns, out, args.inverse_sums[r])
-                                            : SoftmaxRow<true>(args, x, columns, out, args.inverse_sums[r]);
+    SeenColumns seen{0, args.first_sees == 0 || sees > args.columns ? args.columns : sees};
+    if (args.first_columns != nullptr) seen.first = args.first_columns[r];
+    if (seen.first >= seen.end) seen = {0, 0};
+    const float most = args.bias == nullptr ? SoftmaxRow<false>(args, x, seen, out, args.inverse_sums[r])
+                                            : SoftmaxRow<true>(args, x, seen, out, args.inverse_sums[r]);
     if (args.most != nullptr) args.most[r] = most;
   }
   for (std::int64_t r = args.rows; r % kPanelRows != 0; ++r) {

@@ -2,7 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -52,7 +54,10 @@ TEST_P(AttentionGradKernelsTest, SoftmaxGrad) {
   std::mt19937_64 random(21);
   for (const std::int64_t rows : {1, 5, 16, 19, 40}) {
     for (const std::int64_t diagonal : {-rows, std::int64_t{0}, std::int64_t{7}, std::int64_t{31}, std::int64_t{64}}) {
-      for (const bool biased : {false, true}) {
+      // Columns that see rows from the first on, and from others on, some none at all.
+      for (const auto& [biased, later] : {std::array{false, false}, {true, false}, {false, true}, {true, true}}) {
+        std::vector<std::int32_t> first_rows(static_cast<std::size_t>(RoundUp(kColumns, 16)));
+        for (std::size_t c = 0; later && c < first_rows.size(); ++c) first_rows[c] = static_cast<std::int32_t>(c * 7 % 45);
         Dense x = RandomValues(rows, kColumns, random), d_probability = RandomValues(rows, kColumns, random);
         Dense bias = RandomValues(1, rows, random), most = RandomValues(1, kColumns, random);
         Dense inverse = RandomValues(1, kColumns, random), delta = RandomValues(1, kColumns, random);
@@ -62,7 +67,8 @@ TEST_P(AttentionGradKernelsTest, SoftmaxGrad) {
           for (std::int64_t r = 0; r < rows; ++r) {
             // No score is larger than the largest one.
             most(0, c) = std::max(most(0, c), biased ? kScale * x(r, c) + bias(0, r) : kScale * x(r, c) * 1.442696f);
-            if (c < diagonal + r) x(r, c) = d_probability(r, c) = std::numeric_limits<float>::quiet_NaN();
+            if (c < diagonal + r || r < first_rows[static_cast<std::size_t>(c)])
+              x(r, c) = d_probability(r, c) = std::numeric_limits<float>::quiet_NaN();
           }
         }
         const Rows x_rows(DType::kFloat32, x, kColumns + 3), d_probability_rows(DType::kFloat32, d_probability, kColumns + 3);
@@ -81,6 +87,7 @@ TEST_P(AttentionGradKernelsTest, SoftmaxGrad) {
         args.inverse_sums = inverse.values.data();
         args.delta = delta.values.data();
         args.diagonal = diagonal;
+        args.first_rows = later ? first_rows.data() : nullptr;
         args.probability = probability.matrix();
         args.d_x = d_x.matrix();
         args.d_x_pairs = d_x_pairs.matrix();
@@ -88,7 +95,7 @@ TEST_P(AttentionGradKernelsTest, SoftmaxGrad) {
         for (std::int64_t r = 0; r < RoundUp(rows, kTileColumns); ++r) {
           for (std::int64_t c = 0; c < RoundUp(kColumns, kTileColumns); ++c) {
             double p = 0, gradient = 0, magnitude = 0;
-            if (r < rows && c < kColumns && c >= diagonal + r) {
+            if (r < rows && c < kColumns && c >= diagonal + r && r >= first_rows[static_cast<std::size_t>(c)]) {
               const double score = static_cast<double>(kScale) * x(r, c);
               p = biased ? std::exp(score + bias(0, r) - most(0, c)) : std::exp(score - most(0, c) * std::log(2.0));
               p *= inverse(0, c);
@@ -138,8 +145,11 @@ class AttentionGradTest : public ::testing::Test {
     return {rows.data(), DType::kBFloat16, 3, {kBatch, count, columns}, {count * rows.stride(), rows.stride(), 1}};
   }
 
+  /// The first key that query t of a sequence sees.
+  using FirstKey = std::int64_t (*)(std::int64_t t);
+
   /// In double, with the sums that one head of queries adds.
-  void Expect(bool causal) {
+  void Expect(bool causal, FirstKey first_key) {
     d_q_ = Dense(kBatch * kQueries, kColumns);
     d_k_ = Dense(kBatch * kKeys, kKeyColumns);
     d_v_ = Dense(kBatch * kKeys, kKeyColumns);
@@ -150,7 +160,8 @@ class AttentionGradTest : public ::testing::Test {
         const std::int64_t c0 = head * kSize, k0 = head / 2 * kSize;
         std::vector<double> p, d_p;
         double sum = 0, delta = 0;
-        for (std::int64_t s = first; s < first + seen; ++s) {
+        const std::int64_t from = first + (first_key == nullptr ? 0 : std::max<std::int64_t>(first_key(row % kQueries), 0));
+        for (std::int64_t s = from; s < first + seen; ++s) {
           double score = 0, d = 0;
           for (std::int64_t c = 0; c < kSize; ++c) {
             score += static_cast<double>(q_(row, c0 + c)) * k_(s, k0 + c);
@@ -160,10 +171,11 @@ class AttentionGradTest : public ::testing::Test {
           d_p.push_back(d);
           sum += p.back();
         }
+        if (sum == 0) continue;  // it sees none
         for (std::size_t s = 0; s < p.size(); ++s) delta += (p[s] /= sum) * d_p[s];
         for (std::size_t s = 0; s < p.size(); ++s) {
           const double d_score = kScale * p[s] * (d_p[s] - delta);
-          const std::int64_t key = first + static_cast<std::int64_t>(s);
+          const std::int64_t key = from + static_cast<std::int64_t>(s);
           for (std::int64_t c = 0; c < kSize; ++c) {
             d_q_(row, c0 + c) += static_cast<float>(d_score * k_(key, k0 + c));
             d_k_(key, k0 + c) += static_cast<float>(d_score * q_(row, c0 + c));
@@ -219,8 +231,19 @@ class AttentionGradTest : public ::testing::Test {
 
 TEST_F(AttentionGradTest, OnAnyNumberOfThreads) {
   for (std::size_t s = 1; s < bias_.size(); s += 5) bias_[s] = -kInfinity;
-  for (const bool causal : {false, true}) {
-    Expect(causal);
+  // Sequences side by side, short and longer than a block has keys; a window; no order at all, and queries that see nothing.
+  constexpr FirstKey kFirstKeys[] = {nullptr, [](std::int64_t t) { return (t + 31) / 20 * 20; },
+                                     [](std::int64_t t) { return (t + 31) / 170 * 170; }, [](std::int64_t t) { return t - 60; },
+                                     [](std::int64_t t) { return t * 37 % 400 - 20; }};
+  for (std::size_t i = 0; i < 2 * std::size(kFirstKeys); ++i) {
+    const bool causal = i % 2 == 1;
+    const FirstKey first_key_of = kFirstKeys[i / 2];
+    SCOPED_TRACE(::testing::Message() << (causal ? "causal" : "not causal") << ", first keys " << i / 2);
+    Expect(causal, first_key_of);
+    std::vector<std::int32_t> first_keys;
+    for (std::int64_t i = 0; first_key_of != nullptr && i < kBatch * kQueries; ++i) {
+      first_keys.push_back(static_cast<std::int32_t>(first_key_of(i % kQueries)));
+    }
     std::vector<Rows> results;
     for (const int threads : {1, 5, 11}) {
       threadpool::Pool pool(threads);
@@ -238,7 +261,8 @@ TEST_F(AttentionGradTest, OnAnyNumberOfThreads) {
                       kKeyHeads,
                       causal,
                       most.data(),
-                      inverse_sums.data()};
+                      inverse_sums.data(),
+                      first_keys.empty() ? nullptr : first_keys.data()};
       args.most = most.data();
       args.inverse_sums = inverse_sums.data();
       fused::Attention(args.forward, pool);

@@ -99,17 +99,22 @@ TEST_P(AttentionKernelsTest, SoftmaxRows) {
   EXPECT_TRUE(std::isnan(inverse_sums[2]));
 }
 
-/// Rows that see one column more each; what lies behind, and it is NaN, counts for nothing.
-TEST_P(AttentionKernelsTest, SoftmaxOfRowsThatSeeMoreAndMore) {
+/// Rows that see one column more each, from the first or from another one on, or none; what lies behind and before, and it is
+/// NaN, counts for nothing.
+TEST_P(AttentionKernelsTest, SoftmaxOfRowsThatSeeSomeColumns) {
   constexpr std::int64_t kRows = 19, kColumns = 70;
   std::mt19937_64 random(10);
-  for (const std::int64_t first_sees : {1, 15, 31, 32, 33, 60}) {
-    for (const bool biased : {false, true}) {
+  for (const std::int64_t first_sees : {0, 1, 15, 31, 32, 33, 60}) {
+    for (const auto& [biased, later] : {std::array{false, false}, {true, false}, {false, true}, {true, true}}) {
       Dense x = RandomValues(kRows, kColumns, random);
       const Dense bias = RandomValues(1, kColumns, random);
-      const auto seen = [&](std::int64_t r) { return std::min(first_sees + r, kColumns); };
+      const auto seen = [&](std::int64_t r) { return first_sees == 0 ? kColumns : std::min(first_sees + r, kColumns); };
+      std::vector<std::int32_t> first_columns;
       for (std::int64_t r = 0; r < kRows; ++r) {
-        for (std::int64_t c = seen(r); c < kColumns; ++c) x(r, c) = std::numeric_limits<float>::quiet_NaN();
+        first_columns.push_back(later ? static_cast<std::int32_t>(r * 23 % (kColumns + 1)) : 0);
+        for (std::int64_t c = 0; c < kColumns; ++c) {
+          if (c < first_columns.back() || c >= seen(r)) x(r, c) = std::numeric_limits<float>::quiet_NaN();
+        }
       }
       const Rows rows(DType::kFloat32, x, kColumns + 3);
       TileMatrix tiles = TileMatrix::Activations(nullptr, kRows, kColumns);
@@ -123,27 +128,28 @@ TEST_P(AttentionKernelsTest, SoftmaxOfRowsThatSeeMoreAndMore) {
       args.columns = kColumns;
       args.bias = biased ? bias.values.data() : nullptr;
       args.first_sees = first_sees;
+      args.first_columns = later ? first_columns.data() : nullptr;
       args.powers = tiles;
       args.inverse_sums = inverse_sums;
       tier_->fused.softmax_rows(args);
       for (std::int64_t r = 0; r < RoundUp(kRows, kPanelRows); ++r) {
-        std::vector<double> scores;
-        for (std::int64_t c = 0; r < kRows && c < seen(r); ++c) {
-          scores.push_back(static_cast<double>(x(r, c)) + (biased ? bias(0, c) : 0.0f));
-        }
-        double most = 0, sum = 0;
-        if (r < kRows) most = *std::max_element(scores.begin(), scores.end());
+        const std::int64_t first = r < kRows ? first_columns[static_cast<std::size_t>(r)] : 0, end = r < kRows ? seen(r) : 0;
+        const auto score = [&](std::int64_t c) { return static_cast<double>(x(r, c)) + (biased ? bias(0, c) : 0.0f); };
+        double most = -std::numeric_limits<double>::infinity(), sum = 0;
+        for (std::int64_t c = first; c < end; ++c) most = std::max(most, score(c));
         for (std::int64_t c = 0; c < tiles.columns * kTileColumns; ++c) {
-          if (c >= static_cast<std::int64_t>(scores.size())) {
+          if (c < first || c >= end) {
             ASSERT_EQ(PowerAt(tiles, r, c), 0.0f) << "row " << r << " column " << c;
             continue;
           }
-          const double power = std::exp(scores[static_cast<std::size_t>(c)] - most);
+          const double power = std::exp(score(c) - most);
           sum += power;
           ASSERT_NEAR(PowerAt(tiles, r, c), power, (1e-4 + 0x1p-8) * power) << "row " << r << " column " << c;
         }
-        if (r < kRows) {
+        if (first < end) {
           ASSERT_NEAR(inverse_sums[r] * sum, 1.0, 1e-4) << "row " << r;
+        } else if (r < kRows) {
+          ASSERT_EQ(inverse_sums[r], 0.0f) << "row " << r;
         }
       }
     }

@@ -232,6 +232,95 @@ def test_gradients(shape: tuple[int, ...], masked: bool, causal: bool) -> None:
     assert torch.equal(run(*(t.clone().requires_grad_() for t in tensors)), plain)
 
 
+#: The first key of the queries of a row of so many queries and keys.
+FIRST_KEYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "short sequences": lambda own: own // 9 * 9,
+    "long sequences": lambda own: own // 150 * 150,
+    "window": lambda own: own - 40,
+    "any": lambda own: own * 37 % 500 - 30,
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("kind", FIRST_KEYS)
+@pytest.mark.parametrize("shape", [(2, 4, 2, 300, 330, 40), (1, 2, 1, 513, 513, 64), (2, 2, 2, 16, 16, 32)], ids=str)
+def test_first_keys(shape: tuple[int, ...], kind: str, masked: bool, causal: bool) -> None:
+    batch, heads, _, queries, keys, size = shape
+    tensors = list(few_operands(shape))
+    own = torch.arange(keys - queries, keys)
+    first = torch.stack([FIRST_KEYS[kind](own), FIRST_KEYS[kind](own + 13) - 13])[:batch]
+    mask = seen_by_all(batch, keys) if masked else None
+
+    def run(*leaves: torch.Tensor) -> torch.Tensor:
+        return functional.attention(*leaves, None, mask, causal, first)
+
+    def right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen = torch.arange(keys) >= first[..., None]
+        if causal:
+            seen = seen & (torch.arange(keys) <= own[:, None])
+        if mask is not None:
+            seen = seen & mask[:, None]
+        k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+        scores = (q @ k.transpose(2, 3) * size**-0.5).masked_fill(~seen[:, None], -torch.inf)
+        nothing = ~seen.any(-1)[:, None, :, None]
+        return torch.softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0) @ v
+
+    exact = [t.double() for t in tensors]
+    d_out = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(4)).bfloat16()
+    stale = [torch.full((1, 2, 700, 128), torch.nan, dtype=torch.bfloat16) for _ in range(3)]
+    gradients(stale, stale[0], functional.attention)  # leaves its memory for the next calls
+    before, results = moesaic.get_num_threads(), []
+    try:
+        for threads in (1, 5, 16):
+            moesaic.set_num_threads(threads)
+            results.append([run(*tensors), *gradients(tensors, d_out, run)])
+    finally:
+        moesaic.set_num_threads(before)
+    for got, expected in zip(results[0], [right(*exact), *gradients(exact, d_out.double(), right)], strict=True):
+        assert got is not None and expected is not None and error(got, expected) < 5e-3
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
+    # PyTorch's, in fp32.
+    assert error(run(*(t.float() for t in tensors)), right(*exact)) < 1e-5
+
+
+def test_sequences_in_a_row_do_not_meet() -> None:
+    """Blocks that no query sees are left out: what is NaN in one sequence stays there."""
+    tensors = [t.transpose(1, 2).reshape(1, 768, 2, 32).transpose(1, 2) for t in operands(3, 2, 256, 256, 32)]
+    first = (torch.arange(768) // 256 * 256)[None]
+    tensors[0][:, :, 300], tensors[1][:, :, 400], tensors[2][:, :, 500] = torch.nan, torch.nan, torch.nan
+    d_out = torch.randn(1, 2, 768, 32, generator=torch.Generator().manual_seed(4)).bfloat16()
+
+    def run(*leaves: torch.Tensor) -> torch.Tensor:
+        return functional.attention(*leaves, None, None, True, first)
+
+    for got in (run(*tensors), *gradients(tensors, d_out, run)):
+        assert got is not None
+        assert (
+            got[:, :, :256].isfinite().all() and got[:, :, 512:].isfinite().all() and got[:, :, 256:512].isnan().any()
+        )
+    alone = [t[:, :, 512:] for t in tensors]
+    assert error(run(*tensors)[:, :, 512:], functional.attention(*alone, None, None, True)) < 1e-2
+
+
+def test_first_keys_that_do_not_fit() -> None:
+    q, k, v = operands(2, 2, 20, 30, 64)
+    for wrong, kind, message in (
+        (torch.zeros(2, 20), TypeError, "first_keys is torch.float32; expected an int64 tensor"),
+        ([0] * 20, TypeError, "first_keys is list; expected an int64 tensor"),
+        (torch.zeros(2, 30, dtype=torch.int64), ValueError, r"first_keys has shape \[2, 30\]; expected \[2, 20\]"),
+    ):
+        with pytest.raises(kind, match=message):
+            functional.attention(q, k, v, first_keys=wrong)  # type: ignore[arg-type]
+    first = torch.arange(20).repeat(2, 1)
+    right = functional.attention(q, k, v, first_keys=first)
+    for other in (first.t().contiguous().t(), first[:1].expand(2, 20)):
+        assert torch.equal(functional.attention(q, k, v, first_keys=other), right)
+    # Few queries: PyTorch.
+    few = functional.attention(q[:, :, :3], k, v, first_keys=first[:, :3])
+    assert error(few, right[:, :, :3]) < 1e-2
+
+
 def test_gradients_of_any_layout() -> None:
     tensors = operands(2, 3, 40, 50, 64)
     d_out = torch.randn(2, 3, 40, 64).bfloat16()

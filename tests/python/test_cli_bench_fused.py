@@ -44,7 +44,13 @@ def test_document(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
         "FFN 2 64",
         # Of fp32 they are PyTorch's.
         *(
-            ["adapter in training 64", "self-attention 64", "attention in training, 9 tokens", "decoding, 36 keys"]
+            [
+                "adapter in training 64",
+                "self-attention 64",
+                "attention in training, 9 tokens",
+                "attention in training, 4 x 9 in a row",
+                "decoding, 36 keys",
+            ]
             if dtype == "bf16"
             else []
         ),

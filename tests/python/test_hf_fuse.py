@@ -410,8 +410,102 @@ def test_masks_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         return masks[0]
 
     monkeypatch.setattr(attention, "_seen", entry(0, interrupted))
-    assert attention._key_mask(masks[0], 1, 24, 24) is found[0]
-    assert attention._key_mask(masks[1], 1, 24, 24) is found[1]
+    assert attention._read(masks[0], 1, 24, 24) is found[0]
+    assert attention._read(masks[1], 1, 24, 24) is found[1]
+
+
+def test_what_masks_say() -> None:
+    """Of masks as transformers makes them, whole and with a key more or less, which says something else."""
+    from moesaic.hf.attention import _read_mask, _Seen
+
+    def shown(seen: _Seen, queries: int, keys: int) -> torch.Tensor:
+        own = torch.arange(seen.there - queries, seen.there)[:, None]
+        shown = torch.ones(2, queries, seen.there, dtype=torch.bool)
+        if seen.causal:
+            shown &= torch.arange(seen.there) <= own
+        if seen.keys is not None:
+            shown &= seen.keys[:, None]
+        if seen.first is not None:
+            shown &= torch.arange(seen.there) >= seen.first[..., None]
+        return F.pad(shown, (0, keys - seen.there))
+
+    generator = torch.Generator().manual_seed(0)
+    for queries, there, keys in ((24, 24, 24), (20, 30, 30), (20, 30, 40)):  # the last of a cache of a fixed length
+        own, key = torch.arange(there - queries, there)[:, None], torch.arange(keys)
+        causal = (key <= own).repeat(2, 1, 1)
+        window, sequences = causal & (key > own - 6), causal & (key // 7 == own // 7)
+        left, right = torch.ones(2, 1, keys, dtype=torch.bool), torch.ones(2, 1, keys, dtype=torch.bool)
+        left[1, :, :9], right[1, :, there - 12 :] = False, False
+        masks = (causal, window, sequences, causal & left, window & left, causal & right, window & right)
+        for mask in (*masks, *(mask[:1].expand(2, -1, -1) for mask in masks)):
+            found = _read_mask(mask[:, None], 2, queries, keys)
+            assert found is not None and torch.equal(shown(found, queries, keys), mask)
+            for _ in range(20):
+                other = mask.clone()
+                at = tuple(int(torch.randint(n, (1,), generator=generator)) for n in other.shape)
+                other[at] ^= True
+                found = _read_mask(other[:, None], 2, queries, keys)
+                assert found is None or torch.equal(shown(found, queries, keys), other)
+    assert _read_mask(torch.ones(2, 2, 4, 4, dtype=torch.bool), 2, 4, 4) is None  # of heads of their own
+    assert _read_mask(torch.zeros(2, 1, 4, 4), 2, 4, 4) is None
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_sequences_that_share_a_row(trained: bool, engine_attention: list[torch.Size]) -> None:
+    """As packing has them: positions begin anew with each."""
+    model = qwen3_moe().eval()
+    ids = torch.randint(3, 50, (1, 60), generator=torch.Generator().manual_seed(0))
+    parts = [slice(0, 7), slice(7, 40), slice(40, 60)]
+    given: dict[str, Any] = {
+        "input_ids": ids,
+        "position_ids": torch.cat([torch.arange(part.stop - part.start) for part in parts])[None],
+        "use_cache": False,  # with a cache transformers takes them for one sequence
+    }
+    results: dict[str, torch.Tensor] = {}
+    for way in ("exact", "stock", "fused"):
+        if way == "stock":
+            model.bfloat16()
+        if way == "fused":
+            moesaic.hf.fuse(model)
+        model.zero_grad()
+        with torch.set_grad_enabled(trained):
+            out = output(model, given)
+            results[way] = out.detach()
+            if trained:
+                objective(out).backward()
+                results[way] = torch.cat(
+                    [p.grad.double().flatten() for n, p in model.named_parameters() if "_proj" in n]
+                )
+    assert engine_attention == [torch.Size([1, 60, 64])] * 2
+    assert error(results["fused"], results["exact"]) < 1.2 * error(results["stock"], results["exact"])
+    if not trained:
+        alone = torch.cat([output(model, {"input_ids": ids[:, part]}) for part in parts], dim=1)
+        assert error(results["fused"], alone) < 2e-2
+
+
+@pytest.mark.parametrize("padded", [None, "left", "right"])
+def test_a_sliding_window(padded: str | None, engine_attention: list[torch.Size]) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": 10}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=50, **sizes)).eval()
+    given = {"input_ids": torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))}
+    real = slice(None)
+    if padded is not None:
+        real = slice(7, None) if padded == "left" else slice(0, 17)
+        given["attention_mask"] = torch.zeros(2, 24, dtype=torch.long)
+        given["attention_mask"][:, real] = 1
+        given["attention_mask"][0] = 1
+    results: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for way in ("exact", "stock", "fused"):
+            if way == "stock":
+                model.bfloat16()
+            if way == "fused":
+                assert sum(m.operator.startswith("attention") for m in moesaic.hf.fuse(model).replaced) == 2
+            results[way] = output(model, given)[:, real]
+    assert engine_attention == [torch.Size([2, 24, 64])] * 2
+    assert error(results["fused"], results["exact"]) < 1.2 * error(results["stock"], results["exact"])
 
 
 def test_generation_with_either_cache(engine_attention: list[torch.Size]) -> None:
@@ -433,7 +527,8 @@ def test_attention_that_is_not_served(engine_attention: list[torch.Size]) -> Non
     decoder(input_ids=torch.randint(3, 50, (2, 15))).logits.sum().backward()  # gradients of few queries
     with torch.no_grad():
         decoder(input_ids=torch.randint(3, 50, (2, 5)))  # few queries, heads of 16
-        mask = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril().triu(-5)  # a window
+        mask = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()
+        mask[..., 12:, 3:9:2] = False  # what later queries do not see lies in the middle
         decoder(input_ids=torch.randint(3, 50, (1, 24)), attention_mask=mask)
     eager = BertModel(BertConfig(vocab_size=50, attn_implementation="eager", **SMALL)).bfloat16()
     reasons = {m.name: m.reason for m in moesaic.hf.fuse(eager).kept}

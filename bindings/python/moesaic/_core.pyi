@@ -150,9 +150,10 @@ def attention(
     key_heads: int = 0,
     causal: bool = False,
     save: Literal[False] = False,
+    first_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale q k^T + bias) v of bf16 [B, rows, heads D], head by head: [B T, heads D]; key_heads 0: as many as
-    heads; cpu_kernels/fused/attention.h."""
+    heads; first_keys int64 [B, T]; cpu_kernels/fused/attention.h."""
 
 @overload
 def attention(
@@ -166,6 +167,7 @@ def attention(
     causal: bool = False,
     *,
     save: Literal[True],
+    first_keys: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """With what attention_backward needs, fp32 [2, B heads T]: of each query the largest score and 1 / the sum."""
 
@@ -181,6 +183,7 @@ def attention_backward(
     bias: torch.Tensor | None = None,
     key_heads: int = 0,
     causal: bool = False,
+    first_keys: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, of [B T, heads D] and [B S, key_heads D]; out is [B, T, heads D], and so is d_out;
     cpu_kernels/fused/attention_grad.h."""

@@ -23,18 +23,19 @@ BOUND = {"bf16": 5e-3, "fp32": 1e-6}
 _DESCRIPTION = """\
 Times the fused operators on the layers of an encoder (attention output and both FFN layers of each hidden size, on 16 x
 512 rows), on a square layer with an adapter of rank 16 and its gradients, on the loss of 4 x 512 tokens of a vocabulary
-of 151,936 and its gradient, from hidden states and from logits, on attention, on that of a decoder with its gradients
-and of one query to a cache of four times as many tokens (32 heads, 4 of keys, of 128 numbers), on that decoder's rotary
-embeddings with theirs, on odd shapes (hidden 770, 16 x 511 rows), norms, and silu_mul, under no_grad but for those
-gradients. Engine and peers take turns on one set of inputs; ratio: the peer's median over moesaic's. torch: eager, an
-adapter as PEFT has it, a loss as transformers; compile: torch.compile with frozen weights; onednn: the oneDNN inside
-PyTorch on weights that it packed before, GELU and residual as post-ops, a norm behind them; trl: the log-probabilities
-of TRL's trainers. of limit: the larger of flops / compute ceiling and bytes read and written / read bandwidth, over the
-time; ceilings are probed before and after each repetition, and one whose probes differ by more than 10% does not count.
-of stream, of silu_mul: the time of PyTorch's exclusive or of both halves, as much read and written and hardly any
-arithmetic, from the caches or memory as the engine's call finds its input, over the time. Before each timed call of the
-engine and of that one the same call on 16 rows (decoding: keys) brings its code back, which the probe has driven out of
-the caches. odd over aligned: flops a second of hidden 770 over those of 768.
+of 151,936 and its gradient, from hidden states and from logits, on attention, on that of a decoder with its gradients,
+of four sequences that share a row and of one query to a cache of four times as many tokens (32 heads, 4 of keys, of 128
+numbers), on that decoder's rotary embeddings with theirs, on odd shapes (hidden 770, 16 x 511 rows), norms, and
+silu_mul, under no_grad but for those gradients. Engine and peers take turns on one set of inputs; ratio: the peer's
+median over moesaic's. torch: eager, an adapter as PEFT has it, a loss as transformers; compile: torch.compile with
+frozen weights; onednn: the oneDNN inside PyTorch on weights that it packed before, GELU and residual as post-ops, a
+norm behind them; trl: the log-probabilities of TRL's trainers. of limit: the larger of flops / compute ceiling and
+bytes read and written / read bandwidth, over the time; ceilings are probed before and after each repetition, and one
+whose probes differ by more than 10% does not count. of stream, of silu_mul: the time of PyTorch's exclusive or of both
+halves, as much read and written and hardly any arithmetic, from the caches or memory as the engine's call finds its
+input, over the time. Before each timed call of the engine and of that one the same call on 16 rows (decoding: keys)
+brings its code back, which the probe has driven out of the caches. odd over aligned: flops a second of hidden 770 over
+those of 768.
 Results are compared with PyTorch in double precision on 256 rows (attention: on one sequence) first; exits 1 if one
 is wrong."""
 

@@ -37,7 +37,7 @@ class Case:
 
     name: str
     kind: str  #: "add_layernorm", "gelu", "adapter", "loss", "loss_of_logits", "layernorm", "rmsnorm", "silu_mul",
-    #: or of attention: "attention", "training", "rotary", "decoding"
+    #: or of attention: "attention", "training", "packed", "rotary", "decoding"
     rows: int
     n: int
     k: int
@@ -54,7 +54,7 @@ class Case:
         """Of the GEMM, or of attention's products: two, and five of its gradients."""
         if self.kind == "attention":
             return 4 * self.rows * self.sequence * self.n
-        if self.kind == "training":  # causal: half of each
+        if self.kind in ("training", "packed"):  # causal: half of each
             return 7 * self.rows * self.sequence * self.n
         if self.kind == "decoding":
             return 4 * self.rows * self.tokens * self.n
@@ -84,7 +84,7 @@ class Case:
             values += self.rows * self.n
         if self.kind == "adapter":
             values += self.rows * self.k + 2 * self.n * self.k + self.rows * (self.k + self.n)
-        if self.kind in ("training", "rotary"):
+        if self.kind in ("training", "packed", "rotary"):
             values *= 2
         if self.kind == "decoding":
             values += 2 * self.rows * self.tokens * _DECODER[1] * _DECODER[2]
@@ -116,6 +116,8 @@ def cases(
         ]
         n, keys = _DECODER[0] * _DECODER[2], _DECODER[1] * _DECODER[2]
         found.append(Case(f"attention in training, {tokens} tokens", "training", rows, n, n + 2 * keys, dtype, tokens))
+        packed = f"attention in training, 4 x {tokens} in a row"
+        found.append(Case(packed, "packed", 4 * tokens, n, n + 2 * keys, dtype, tokens))
         found.append(Case(f"decoding, {4 * tokens} keys", "decoding", 1, n, n, dtype, 4 * tokens))
     turned = (_DECODER[0] + _DECODER[1]) * _DECODER[2]
     found.append(Case("rotary in training", "rotary", rows, turned, turned, dtype, tokens))
@@ -170,7 +172,11 @@ class Inputs:
                 torch.arange(_DECODER[2]) % (_DECODER[2] // 2) / 64
             )
             self.cos, self.sin = angles.cos()[None].to(case.dtype), angles.sin()[None].to(case.dtype)
-        if case.kind in ("adapter", "training", "rotary"):
+        if case.kind == "packed":  # sequences that share a row
+            token = torch.arange(case.rows)
+            self.first_keys = (token // case.sequence * case.sequence)[None]
+            self.seen = (token[:, None] >= token) & (self.first_keys[0][:, None] <= token)
+        if case.kind in ("adapter", "training", "packed", "rotary"):
             self.d_out = normal(case.rows, case.n)
         elif case.kind == "decoding":
             self.cache = normal(2 * case.rows * _DECODER[1], case.tokens, _DECODER[2])
@@ -193,6 +199,13 @@ class Inputs:
             return _gradient(
                 lambda q, k, v: functional.attention(q, k, v, causal=True), self.x, self.d_out, self.case.sequence
             )
+        if self.case.kind == "packed":
+            return _gradient(
+                lambda q, k, v: functional.attention(q, k, v, causal=True, first_keys=self.first_keys),
+                self.x,
+                self.d_out,
+                self.case.rows,
+            )
         if self.case.kind == "rotary":
             return _turned(lambda x: functional.rotary(x, self.cos, self.sin), self.x, self.d_out, self.case.sequence)
         if self.case.kind == "decoding":
@@ -211,6 +224,7 @@ class Inputs:
             return self._adapter_error()
         given = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         rows = self.case.sequence if self.case.kind in ("attention", "training", "rotary") else _VERIFIED_ROWS
+        rows = self.case.rows if self.case.kind == "packed" else rows
         for name in {"x", "residual", "d_out", "targets"} & given.keys():
             given[name] = given[name][:rows]
         exact = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
@@ -402,6 +416,13 @@ def _compute(kind: str, n: int, x: torch.Tensor, t: dict[str, torch.Tensor], tok
             t["d_out"],
             tokens,
         )
+    if kind == "packed":  # as transformers has it: with a mask each head has keys of its own
+
+        def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            k, v = (heads.repeat_interleave(_DECODER[0] // _DECODER[1], 1) for heads in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=t["seen"])
+
+        return _gradient(masked, x, t["d_out"], len(x))
     if kind == "rotary":
 
         def rotary(x: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,14 @@ import math
 import re
 import sys
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from moesaic.hf.operators import autocast_keeps
 from moesaic.nn import functional
-from moesaic.nn.attention import is_served
+from moesaic.nn.attention import MANY_QUERIES, is_served
 
 __all__ = ["attention_forward", "register", "restore", "serve"]
 
@@ -63,27 +63,24 @@ def attention_forward(
     plain = (
         number
         and dropout == 0.0
-        and not any(
-            kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux", "sliding_window")
-        )
+        and not any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux"))
     )
     # Without a mask the first token of a prompt sees the first key.
     causal = causal and attention_mask is None and query.shape[2] > 1
     if plain and not (causal and query.shape[2] > key.shape[2]) and _may_run(query, key, value):
-        key_mask, count = None, query.shape[2] if causal else key.shape[2]
+        seen: _Seen | None = _Seen(query.shape[2] if causal else key.shape[2], causal=causal)
         if attention_mask is not None:
-            key_mask, causal = _key_mask(attention_mask, query.shape[0], query.shape[2], key.shape[2])
-            count = count if key_mask is None else key_mask.shape[1]
-        if attention_mask is None or key_mask is not None:
-            # Of a cache of a fixed length the last keys are not there yet.
-            key, value = key[:, :, :count], value[:, :, :count]
-            return functional.attention(query, key, value, scaling, key_mask, causal).transpose(1, 2), None
+            seen = _read(attention_mask, query.shape[0], query.shape[2], key.shape[2])
+        if seen is not None and (seen.first is None or query.shape[2] >= MANY_QUERIES):
+            key, value = key[:, :, : seen.there], value[:, :, : seen.there]
+            out = functional.attention(query, key, value, scaling, seen.keys, seen.causal, seen.first)
+            return out.transpose(1, 2), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    out: tuple[torch.Tensor, None] = sdpa_attention_forward(
+    stock: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
     )
-    return out
+    return stock
 
 
 def _may_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -96,11 +93,21 @@ def _may_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
     return same and divides and is_served(query, key, value)
 
 
+class _Seen(NamedTuple):
+    """Which keys queries see, as `moesaic.nn.functional.attention` takes it."""
+
+    there: int
+    """Keys up to the last one that any query sees: those behind are not there yet, of a cache of a fixed length."""
+    keys: torch.Tensor | None = None
+    causal: bool = False
+    first: torch.Tensor | None = None
+
+
 #: The last mask that was looked at, and what came of it: all layers have the same one.
-_seen: tuple[weakref.ref[torch.Tensor], int, tuple[int, int, int], tuple[torch.Tensor | None, bool]] | None = None
+_seen: tuple[weakref.ref[torch.Tensor], int, tuple[int, int, int], _Seen | None] | None = None
 
 
-def _key_mask(mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[torch.Tensor | None, bool]:
+def _read(mask: torch.Tensor, batch: int, queries: int, keys: int) -> _Seen | None:
     """`_read_mask`, once for all layers."""
     global _seen
     if mask.is_inference():  # such tensors do not tell when they change
@@ -114,23 +121,35 @@ def _key_mask(mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[
     return found
 
 
-def _read_mask(mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[torch.Tensor | None, bool]:
-    """``[B, S]`` where all queries and heads see the same keys, as padding has it, and whether each query sees those up
-    to its own alone; S: up to the last key that any query sees. None for any other mask."""
+def _read_mask(mask: torch.Tensor, batch: int, queries: int, keys: int) -> _Seen | None:
+    """What a mask says of padding (all queries see the same keys), of each query that sees none behind its own, and of
+    sequences that share a row or windows (none before the first). None for any other mask."""
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != keys:
-        return None, False
+        return None
     if mask.shape[2] not in (1, queries):
-        return None, False
+        return None
     seen = mask[:, 0]
-    last = seen[:, -1:]
-    at = last.any(0)[0].nonzero()
+    at = seen[:, -1].any(0).nonzero()
     count = int(at[-1]) + 1 if len(at) > 0 else keys
-    key_mask = last[:, 0, :count].expand(batch, count)
-    if mask.stride(2) == 0 or mask.shape[2] == 1 or bool((seen == last).all()):
-        return key_mask, False
-    if queries <= count and bool((seen == last & torch.ones_like(seen[0]).tril_(count - queries)).all()):
-        return key_mask, True
-    return None, False
+    if mask.stride(2) == 0 or mask.shape[2] == 1 or bool((seen == seen[:, -1:]).all()):
+        return _Seen(count, seen[:, -1, :count].expand(batch, count))
+    if queries == keys:
+        count = keys  # padding at the end of all sequences is no end of a cache
+    if queries > count or bool(seen[..., count:].any()):
+        return None
+    seen = seen[..., :count]
+    someone = seen.any(1)
+    own = torch.arange(count - queries, count)[:, None]
+    expected = someone[:, None] & (torch.arange(count) <= own)
+    padding = None if bool(someone.all()) else someone.expand(batch, count)
+    if torch.equal(seen, expected):
+        return _Seen(count, padding, causal=True)
+    first = torch.from_numpy(seen.numpy().argmax(-1))  # which, unlike PyTorch's, stops at the first
+    first.masked_fill_((first == 0) & ~seen[..., 0], count)  # there is none
+    expected &= torch.arange(count) >= first[..., None]
+    if torch.equal(seen, expected):
+        return _Seen(count, padding, causal=True, first=first.expand(batch, queries))
+    return None
 
 
 def _set_since(module: Any) -> Any:
@@ -175,8 +194,6 @@ def serve(module: nn.Module) -> str | None:
         return ""
     if name != "sdpa":
         return f"its attention is {name!r}; expected 'sdpa'"
-    if getattr(module, "sliding_window", None) is not None:
-        return "it has a sliding window"
     if not _only_looks_up(type(module)):  # type: ignore[arg-type]
         return "its class does not use the name of its attention to look a function up, or not for that alone"
     dtype = next((p.dtype for p in module.parameters()), None)

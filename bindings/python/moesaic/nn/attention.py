@@ -11,9 +11,9 @@ from torch import nn
 from moesaic import _core, forward_mode
 from moesaic.nn import autograd, checked
 
-__all__ = ["attention", "is_served"]
+__all__ = ["MANY_QUERIES", "attention", "is_served"]
 
-_MANY_QUERIES = 16
+MANY_QUERIES = 16
 """A block of the engine's form for many, which lays out all keys and values. Fewer read these where they lie."""
 
 
@@ -24,14 +24,16 @@ def attention(
     scale: float | None = None,
     key_mask: torch.Tensor | None = None,
     causal: bool = False,
+    first_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(scale q k^T) v`` for each head.
 
     The engine computes it in bf16: of 16 queries and more with their gradients (scores and sums in fp32, e^score
     rounded before it is divided, probabilities and gradients of scores rounded where they are multiplied); of fewer, as
-    decoding has them, where no gradient is wanted, D is a multiple of 32 and the heads of all sequences follow each
-    other in memory (in fp32 but for the result). ``torch.nn.functional.scaled_dot_product_attention`` everywhere else.
-    Differentiable once where the engine computes it.
+    decoding has them, where no gradient is wanted, D is a multiple of 32, the heads of all sequences follow each other
+    in memory and `first_keys` is None (in fp32 but for the result).
+    ``torch.nn.functional.scaled_dot_product_attention`` everywhere else. Differentiable once where the engine computes
+    it.
 
     Args:
         q: ``[B, heads, T, D]``, bf16 or fp32.
@@ -41,6 +43,10 @@ def attention(
         key_mask: bool ``[B, S]``: which keys are seen; None: all. A query that sees none gives 0.
         causal: the last query sees all keys, each one before it one less; T is at most S. A NaN in a value that is not
             seen may pass through, as in PyTorch.
+        first_keys: int64 ``[B, T]``: each query sees no key before this one; None: all. So sequences that share a row
+            and windows are described: with `causal`, query t of a sequence that begins at s has s, and t - n + 1 where
+            n keys are seen at most. The engine leaves out keys that a block of queries does not see: time grows with
+            what is seen, not with T S. A query that sees none gives 0.
 
     Returns:
         ``[B, heads, T, D]``; of the engine with the heads of a query side by side in memory.
@@ -77,6 +83,15 @@ def attention(
             raise ValueError(f"key_mask is on {key_mask.device}; expected a CPU tensor")
         if tuple(key_mask.shape) != (batch, k.shape[2]):
             raise ValueError(f"key_mask has shape {list(key_mask.shape)}; expected [{batch}, {k.shape[2]}]")
+    if first_keys is not None:
+        if not isinstance(first_keys, torch.Tensor) or first_keys.dtype != torch.int64:
+            raise TypeError(
+                f"first_keys is {getattr(first_keys, 'dtype', type(first_keys).__name__)}; expected an int64 tensor"
+            )
+        if not first_keys.is_cpu:
+            raise ValueError(f"first_keys is on {first_keys.device}; expected a CPU tensor")
+        if tuple(first_keys.shape) != (batch, q.shape[2]):
+            raise ValueError(f"first_keys has shape {list(first_keys.shape)}; expected [{batch}, {q.shape[2]}]")
     if scale is None:
         scale = size**-0.5
     elif not isinstance(scale, (int, float)):
@@ -85,17 +100,20 @@ def attention(
         raise ValueError(f"scale is {scale}; expected a finite number")
     if heads == 0:
         return q.clone()  # PyTorch 2.11 divides by their number
-    if not is_served(q, k, v):
+    if not is_served(q, k, v) or (first_keys is not None and q.shape[2] < MANY_QUERIES):
         mask = None if key_mask is None else key_mask[:, None, None, :]
         if causal and q.shape[2] > 1:
             queries, keys = q.shape[2], k.shape[2]
             seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril_(keys - queries)
             mask = seen if mask is None else mask & seen
+        if first_keys is not None:
+            seen = torch.arange(k.shape[2], device=q.device) >= first_keys[:, None, :, None]
+            mask = seen if mask is None else mask & seen
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != heads)
     bias = None
     if key_mask is not None:
         bias = torch.zeros(key_mask.shape, dtype=torch.float32, device="cpu").masked_fill_(~key_mask, -math.inf)
-    if q.shape[2] < _MANY_QUERIES:
+    if q.shape[2] < MANY_QUERIES:
         few = q.reshape(-1, *q.shape[2:])
         if few.stride(2) != 1:
             few = few.contiguous()
@@ -104,7 +122,8 @@ def attention(
         )
         return out.view(batch, -1, heads, size).transpose(1, 2)
     rows = [_rows_of(tensor) for tensor in (q, k, v)]
-    out = autograd.attention(rows[0], rows[1], rows[2], bias, heads, k.shape[1], scale, causal)
+    first = None if first_keys is None else first_keys.contiguous()
+    out = autograd.attention(rows[0], rows[1], rows[2], bias, first, heads, k.shape[1], scale, causal)
     return out.view(batch, -1, heads, size).transpose(1, 2)
 
 
@@ -136,6 +155,6 @@ def is_served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     if q.dtype != torch.bfloat16 or q.numel() == 0 or k.numel() == 0:
         return False
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if q.shape[2] >= _MANY_QUERIES:
+    if q.shape[2] >= MANY_QUERIES:
         return not (wanted and torch.compiler.is_compiling())  # which does not look into our backward
     return not wanted and q.shape[3] % 32 == 0 and _heads_follow_each_other(k) and _heads_follow_each_other(v)

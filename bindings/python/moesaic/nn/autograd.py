@@ -160,19 +160,22 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         bias: torch.Tensor | None,
+        first_keys: torch.Tensor | None,
         heads: int,
         key_heads: int,
         scale: float,
         causal: bool,
     ) -> torch.Tensor:
-        out, statistics = _core.attention(q, k, v, heads, scale, bias, key_heads, causal, save=True)
-        ctx.save_for_backward(q, k, v, out, statistics, bias)
+        out, statistics = _core.attention(
+            q, k, v, heads, scale, bias, key_heads, causal, save=True, first_keys=first_keys
+        )
+        ctx.save_for_backward(q, k, v, out, statistics, bias, first_keys)
         ctx.plain = (heads, key_heads, scale, causal)
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, statistics, bias = saved = ctx.saved_tensors
+        q, k, v, out, statistics, bias, first_keys = saved = ctx.saved_tensors
         heads, key_heads, scale, causal = ctx.plain
         d_qkv = _core.attention_backward(
             d_out.contiguous().view(q.shape),
@@ -186,12 +189,13 @@ class _Attention(torch.autograd.Function):
             bias,
             key_heads,
             causal,
+            first_keys,
         )
         grads = [
             grad.view(tensor.shape) if needed else None
             for grad, tensor, needed in zip(d_qkv, (q, k, v), ctx.needs_input_grad[:3], strict=True)
         ]
-        return once((*grads, None, None, None, None, None), (d_out, *saved))
+        return once((*grads, None, None, None, None, None, None), (d_out, *saved))
 
 
 def once(
@@ -260,6 +264,7 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     bias: torch.Tensor | None,
+    first_keys: torch.Tensor | None,
     heads: int,
     key_heads: int,
     scale: float,
@@ -270,6 +275,7 @@ def attention(
     Args:
         q: ``[B, T, heads D]``, bf16; `k` and `v` are ``[B, S, key_heads D]``.
         bias: ``[B, S]``, or None; it gets no gradient.
+        first_keys: int64 ``[B, T]``, contiguous, or None: the first key that each query sees.
         heads: of queries; `key_heads` divides them.
         scale: of the scores.
         causal: the last query sees all keys, each one before it one less.
@@ -279,7 +285,7 @@ def attention(
     """
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         result: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, bias, heads, key_heads, scale, causal
+            q, k, v, bias, first_keys, heads, key_heads, scale, causal
         )
         return result
-    return _core.attention(q, k, v, heads, scale, bias, key_heads, causal)
+    return _core.attention(q, k, v, heads, scale, bias, key_heads, causal, first_keys=first_keys)
