@@ -35,45 +35,53 @@ struct SeenColumns {
   MOESAIC_INLINE std::int64_t Left(std::int64_t c) const { return end - c < 16 ? end - c : 16; }
 };
 
+/// The largest of 16 numbers and of the scores from `from` to `to`, of which some are not seen.
+template <bool kBiased>
+MOESAIC_INLINE F32x16 LargerOfPart(const SoftmaxRowsArgs& args, const float* x, const SeenColumns& seen, std::int64_t from,
+                                   std::int64_t to, F32x16 largest) {
+  for (std::int64_t c = from; c < to && c < seen.end; c += 16) {
+    const F32x16 scores = Scores<kBiased>(args, x, c, seen.Left(c));
+    largest = Larger(Select(seen.Lanes(c), scores, Broadcast(-__builtin_inff())), largest);
+  }
+  return largest;
+}
+
+/// Powers of the 32 columns from c on, of which some are not seen and are 0.
+template <bool kBiased>
+MOESAIC_INLINE void PowersOfPart(const SoftmaxRowsArgs& args, const float* x, const SeenColumns& seen, std::int64_t c,
+                                 float most, F32x16 (&sums)[2], BFloat16* out) {
+  F32x16 powers[2] = {};
+  for (int i = 0; i < 2; ++i, c += 16) {
+    if (seen.Left(c) > 0) powers[i] = Select(seen.Lanes(c), Powers<kBiased>(args, x, c, seen.Left(c), most), F32x16{});
+    sums[i] = sums[i] + powers[i];
+  }
+  StoreVector(out, NarrowBoth(powers[0], powers[1]));
+}
+
 /// @return the largest score
 template <bool kBiased>
 inline float SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, const SeenColumns& seen, BFloat16* out,
                         float& inverse_sum) {
   constexpr float kInfinity = __builtin_inff();
   const std::int64_t step = args.powers.column_stride * kTileElements;
+  // Whole blocks are [whole, rest), and what is seen in part lies in [begin, whole) and [rest, end).
   const std::int64_t begin = seen.first / 32 * 32, whole = RoundUp(seen.first, 32);
   const std::int64_t rest = seen.end / 32 * 32 > whole ? seen.end / 32 * 32 : whole;
   F32x16 largest[2] = {Broadcast(-kInfinity), Broadcast(-kInfinity)};
-  const auto largest_of_part = [&](std::int64_t from, std::int64_t to) {
-    for (std::int64_t c = from; c < to && c < seen.end; c += 16) {
-      const F32x16 scores = Scores<kBiased>(args, x, c, seen.Left(c));
-      largest[0] = Larger(Select(seen.Lanes(c), scores, Broadcast(-kInfinity)), largest[0]);
-    }
-  };
-  largest_of_part(begin, whole);
+  largest[1] = LargerOfPart<kBiased>(args, x, seen, begin, whole, largest[1]);
   for (std::int64_t c = whole; c < rest; c += 32) {
     for (int i = 0; i < 2; ++i) largest[i] = Larger(Scores<kBiased>(args, x, c + 16 * i, 16), largest[i]);
   }
-  largest_of_part(rest, seen.end);
+  largest[0] = LargerOfPart<kBiased>(args, x, seen, rest, seen.end, largest[0]);
   float most = LargestOfLanes(Larger(largest[0], largest[1]));
   const bool nothing = most == -kInfinity;
   if (nothing) most = 0.0f;
   F32x16 sums[2] = {};
-  const auto zeros = [&](std::int64_t from, std::int64_t to) {
-    for (std::int64_t c = from; c < to; c += 32, out += step) std::memset(out, 0, 64);
-  };
-  const auto powers_of_part = [&](std::int64_t from) {
-    F32x16 powers[2] = {};
-    for (int i = 0; i < 2; ++i) {
-      const std::int64_t c = from + 16 * i, left = seen.Left(c);
-      if (left > 0) powers[i] = Select(seen.Lanes(c), Powers<kBiased>(args, x, c, left, most), F32x16{});
-      sums[i] = sums[i] + powers[i];
-    }
-    StoreVector(out, NarrowBoth(powers[0], powers[1]));
+  for (std::int64_t c = 0; c < begin; c += 32, out += step) std::memset(out, 0, 64);
+  if (begin < whole) {
+    PowersOfPart<kBiased>(args, x, seen, begin, most, sums, out);
     out += step;
-  };
-  zeros(0, begin);
-  if (begin < whole) powers_of_part(begin);
+  }
   for (std::int64_t c = whole; c < rest; c += 32, out += step) {
     F32x16 powers[2];
     for (int i = 0; i < 2; ++i) {
@@ -82,8 +90,11 @@ inline float SoftmaxRow(const SoftmaxRowsArgs& args, const float* x, const SeenC
     }
     StoreVector(out, NarrowBoth(powers[0], powers[1]));
   }
-  if (rest < seen.end) powers_of_part(rest);
-  zeros(RoundUp(seen.end, 32), args.columns);
+  if (rest < seen.end) {
+    PowersOfPart<kBiased>(args, x, seen, rest, most, sums, out);
+    out += step;
+  }
+  for (std::int64_t c = RoundUp(seen.end, 32); c < args.columns; c += 32, out += step) std::memset(out, 0, 64);
   const float sum = SumOfLanes(sums[0] + sums[1]);
   inverse_sum = nothing && sum == sum ? 0.0f : 1.0f / sum;  // NaN passes through
   return most;

@@ -164,3 +164,84 @@ def test_training_changes_what_is_computed_and_saved(tmp_path: Path) -> None:
     engine.save_pretrained(str(tmp_path))
     stock = peft.PeftModel.from_pretrained(build(), str(tmp_path)).eval()
     assert distance(logits(engine), logits(stock)) < 2e-2
+
+
+@needs_peft_20
+def test_sft_trainer_with_several_sequences_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moesaic import _core
+
+    shared: list[bool] = []
+    compute = _core.attention
+    monkeypatch.setattr(
+        _core, "attention", lambda *a, **k: shared.append(k.get("first_keys") is not None) or compute(*a, **k)
+    )
+    options = {"packing": True, "max_length": 64, "gradient_checkpointing": False}
+    expected = sft_trainer(adapted(build(num_hidden_layers=2).bfloat16()), tmp_path / "stock", **options)
+    expected.train()
+    model = build(num_hidden_layers=2).bfloat16()
+    moesaic.hf.prepare(model, progress=False)
+    trainer = sft_trainer(adapted(model), tmp_path / "engine", **options)
+    moesaic.hf.fuse(trainer.model)
+    trainer.train()
+    assert losses_of(trainer) == [pytest.approx(loss, rel=0.01) for loss in losses_of(expected)]
+    assert shared == [True] * 2 * 4  # layers, steps
+
+
+#: Of TRL, beside SFTTrainer: what a row of their data has besides a prompt, and options.
+TRAINERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "DPO": ({"chosen": " w7 w8 w9", "rejected": " w3 w3"}, {"max_length": 32}),
+    "KTO": ({"completion": " w7 w8 w9", "label": True}, {"max_length": 32}),
+    "GRPO": ({}, {"num_generations": 2, "max_completion_length": 8}),
+    "RLOO": ({}, {"num_generations": 2, "max_completion_length": 8}),
+}
+
+
+@needs_peft_20
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_other_trainers(kind: str, tmp_path: Path) -> None:
+    """With a reference model (the same without its adapter), and with text that the model itself makes."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    columns, options = TRAINERS[kind]
+    rows = [{"prompt": f"w{3 + n} w{4 + n} w{5 + n}", **columns} for n in range(16)]
+    if kind == "KTO":
+        rows = [{**row, "label": n % 2 == 0} for n, row in enumerate(rows)]
+    if not columns:
+        options = {**options, "temperature": 0.7}
+    losses: dict[str, list[float]] = {}
+    for way in ("stock", "engine"):
+        model = build(num_hidden_layers=2).bfloat16()
+        if way == "engine":
+            moesaic.hf.prepare(model, progress=False)
+        arguments = {
+            "output_dir": str(tmp_path / way),
+            "use_cpu": True,
+            "max_steps": 3,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 4e-3,
+            "logging_steps": 1,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "bf16": True,
+            "save_strategy": "no",
+            "dataloader_pin_memory": False,
+            **options,
+        }
+        trainer = getattr(trl, f"{kind}Trainer")(
+            model=model,
+            args=getattr(trl, f"{kind}Config")(**arguments),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer(),
+            peft_config=peft.LoraConfig(
+                target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"], r=4
+            ),
+            **({} if columns else {"reward_funcs": lambda completions, **_: [float(len(set(c))) for c in completions]}),
+        )
+        if way == "engine":
+            moesaic.hf.fuse(trainer.model)
+        trainer.train()
+        losses[way] = losses_of(trainer)
+        changed = [float(p.detach().norm()) for n, p in trainer.model.named_parameters() if "lora_B" in n]
+        assert changed and all(0 < norm < 10 for norm in changed)
+    assert len(losses["engine"]) == 3
+    if columns:  # a token that is drawn otherwise changes all that follows
+        assert losses["engine"] == [pytest.approx(loss, rel=0.01) for loss in losses["stock"]]
