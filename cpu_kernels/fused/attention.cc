@@ -1,6 +1,7 @@
 #include "cpu_kernels/fused/attention.h"
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -19,6 +20,8 @@ using threadpool::Pool;
 constexpr std::int64_t kMostQueries = 64;
 /// Bytes of a thread's scratch memory that stay for the next call, at most: very many keys take more.
 constexpr std::int64_t kMostKept = 4 << 20;
+/// Queries of a segment, at least, but for a row's last one: of fewer, tiles that are not full cost more than a mask.
+constexpr std::int64_t kLeastQueries = 256;
 
 /// One call of Attention(): the memory and the steps of its tasks.
 class AttentionRun {
@@ -26,21 +29,31 @@ class AttentionRun {
   AttentionRun(const AttentionArgs& args, Pool& pool)
       : args_(args),
         pool_(pool),
-        queries_(args.q.shape[1]),
-        keys_(args.k.shape[1]),
         head_size_(args.q.shape[2] / args.heads),
         heads_together_(HeadsTogether(args)),
-        widest_(Widest(args)),
-        ld_scores_(SumsPitch(RoundUp(widest_, kTileColumns))),
+        segments_(SegmentsOf(args)),
         ld_out_(SumsPitch(RoundUp(head_size_, kTileColumns))) {
+    std::int64_t queries = 0;
+    for (const Segment& segment : segments_) {
+      queries = std::max(queries, segment.queries);
+      keys_ = std::max(keys_, segment.keys);
+      widest_ = std::max(widest_, Widest(segment));
+    }
+    ld_scores_ = SumsPitch(RoundUp(widest_, kTileColumns));
     // Scores and what they are rounded to, of a block, in half of L2.
     const std::int64_t fitting = HostL2Bytes() / 2 / (6 * RoundUp(widest_, kTileColumns));
     block_ = std::clamp<std::int64_t>(fitting / kPanelRows * kPanelRows, kPanelRows, kMostQueries);
-    const std::int64_t heads = args.q.shape[0] * args.heads, blocks = CeilDiv(queries_, block_);
+    const std::int64_t heads = std::ssize(segments_) * args.heads, blocks = CeilDiv(queries, block_);
     // Two tasks a thread, so that nobody waits long for the last one.
-    parts_ = std::min(blocks, CeilDiv(2 * pool.num_threads(), heads));
-    blocks_of_part_ = CeilDiv(blocks, parts_);
-    parts_ = CeilDiv(blocks, blocks_of_part_);
+    const std::int64_t parts = std::min(blocks, CeilDiv(2 * pool.num_threads(), heads));
+    const std::int64_t queries_of_part = CeilDiv(blocks, parts) * block_;
+    for (const Segment& segment : segments_) {
+      for (std::int64_t head = 0; head < args.heads; ++head) {
+        for (std::int64_t query = 0; query < segment.queries; query += queries_of_part) {
+          tasks_.push_back({&segment, head, query, std::min(query + queries_of_part, segment.queries)});
+        }
+      }
+    }
   }
 
   void Run() {
@@ -49,14 +62,19 @@ class AttentionRun {
     const std::int64_t bytes = one.used();
     const Scratch scratch(pool_.num_threads() * bytes, bytes <= kMostKept);
     packed_.assign(static_cast<std::size_t>(pool_.num_threads()), {});
-    pool_.ParallelFor(args_.q.shape[0] * args_.heads * parts_, [&](std::int64_t i, int worker) {
+    pool_.ParallelFor(std::ssize(tasks_), [&](std::int64_t i, int worker) {
       Carver carver(scratch.data() + worker * bytes);
-      Head(i / parts_ / args_.heads, i / parts_ % args_.heads, i % parts_, Take(carver),
-           packed_[static_cast<std::size_t>(worker)]);
+      Compute(tasks_[static_cast<std::size_t>(i)], Take(carver), packed_[static_cast<std::size_t>(worker)]);
     });
   }
 
  private:
+  /// Queries of a head of a segment, [query, end).
+  struct Task {
+    const Segment* segment;
+    std::int64_t head, query, end;
+  };
+
   /// Of one worker. Factors of both products, and their results.
   struct Memory {
     TileMatrix keys;     ///< pairs: the right factor that contracts along a head's numbers
@@ -86,36 +104,37 @@ class AttentionRun {
 
   /// The keys and values that lie in a worker's memory: how many, and whose.
   struct Packed {
-    std::int64_t group = -1, count = 0;
+    const Segment* segment = nullptr;
+    std::int64_t key_head = 0, count = 0;
   };
 
-  void Head(std::int64_t batch, std::int64_t head, std::int64_t part, const Memory& memory, Packed& packed) const {
-    const std::int64_t column = head * head_size_, key_column = head / heads_together_ * head_size_;
-    const HeadRows q{args_.q, batch, column, head_size_}, out{args_.out, batch, column, head_size_};
-    const float* const bias = args_.bias == nullptr ? nullptr : args_.bias + batch * keys_;
-    const std::int64_t begin = part * blocks_of_part_ * block_, end = std::min(begin + blocks_of_part_ * block_, queries_);
+  void Compute(const Task& task, const Memory& memory, Packed& packed) const {
+    const Segment& segment = *task.segment;
+    const std::int64_t column = task.head * head_size_, key_head = task.head / heads_together_, end = task.end;
+    const HeadRows q{args_.q, segment.batch, segment.query, column, head_size_};
+    const HeadRows out{args_.out, segment.batch, segment.query, column, head_size_};
     // Whole tiles: what of a value that a query does not see passes through, NaN alone, does not depend on who packed it.
-    const std::int64_t needed = args_.causal ? std::min(RoundUp(keys_ - queries_ + end, kTileColumns), keys_) : keys_;
-    const std::int64_t group = (batch * args_.heads + head) / heads_together_;
-    q.Fetch(begin, std::min(block_, end - begin));
-    if (packed.group != group || packed.count < needed) {
-      packed = {group, needed};
-      PackKeys(batch, key_column, needed, memory);
+    const std::int64_t seen = segment.keys - segment.queries + end;
+    const std::int64_t needed = args_.causal ? std::min(RoundUp(seen, kTileColumns), segment.keys) : segment.keys;
+    q.Fetch(task.query, std::min(block_, end - task.query));
+    if (packed.segment != &segment || packed.key_head != key_head || packed.count < needed) {
+      packed = {&segment, key_head, needed};
+      PackKeys(segment, key_head * head_size_, needed, memory);
     }
     PackRowsArgs stored;
     stored.stored = memory.queries;
-    for (std::int64_t first = begin; first < end; first += block_) {
+    for (std::int64_t first = task.query; first < end; first += block_) {
       const std::int64_t rows = std::min(block_, end - first);
       q.Pack(kernels_, first, rows, stored, memory.rows);
       q.Fetch(first + rows, std::min(block_, end - first - rows));
-      const Block block = KeysOf(batch, head, first, rows);
+      const Block block = KeysOf(segment, task.head, first, rows);
       TileMatrix queries = memory.queries, powers = memory.powers;
       queries.panels = powers.panels = CeilDiv(rows, kPanelRows);
       powers.columns = CeilDiv(block.keys, kTileColumns);
       const TileMatrix keys = FromPanel(memory.keys, block.key / kPanelRows, CeilDiv(block.keys, kPanelRows));
       const TileMatrix values = FromColumn(memory.values, block.key / kTileColumns, powers.columns);
       Multiply(kernels_, FusedStage::kGemm, queries, keys, Flops(rows, block.keys, head_size_), memory.scores, ld_scores_);
-      Softmax(block, bias, powers, memory);
+      Softmax(block, powers, memory);
       Multiply(kernels_, FusedStage::kGemm, powers, values, Flops(rows, head_size_, block.keys), memory.out, ld_out_);
       for (std::int64_t i = 0; i < rows; ++i) {
         for (std::int64_t c = 0; c < head_size_; ++c) memory.out[i * ld_out_ + c] *= memory.inverse_sums[i];
@@ -126,31 +145,32 @@ class AttentionRun {
 
   /// Some queries of a head, and the keys that they see.
   struct Block {
-    std::int64_t batch, head, query, rows;
+    const Segment& segment;
+    std::int64_t head, query, rows;
     std::int64_t key, keys;   ///< the first, and how many: those before and behind are left out, in whole tiles
     std::int64_t first_sees;  ///< of these keys the first query; 0: all queries see all
   };
 
-  Block KeysOf(std::int64_t batch, std::int64_t head, std::int64_t query, std::int64_t rows) const {
-    const std::int64_t own = keys_ - queries_ + query, end = args_.causal ? own + rows : keys_;
-    const std::int64_t key = FirstKeyOf(args_, batch, query, rows, args_.causal ? own : keys_ - 1);
-    return {batch, head, query, rows, key, end - key, args_.causal ? own + 1 - key : 0};
+  Block KeysOf(const Segment& segment, std::int64_t head, std::int64_t query, std::int64_t rows) const {
+    const std::int64_t own = segment.keys - segment.queries + query, end = args_.causal ? own + rows : segment.keys;
+    const std::int64_t key = segment.FirstKey(query, rows, args_.causal ? own : end - 1);
+    return {segment, head, query, rows, key, end - key, args_.causal ? own + 1 - key : 0};
   }
 
   /// Keys that a block of queries sees, at most.
-  static std::int64_t Widest(const AttentionArgs& args) {
-    const std::int64_t queries = args.q.shape[1], keys = args.k.shape[1];
-    if (args.first_keys == nullptr) return keys;
+  std::int64_t Widest(const Segment& segment) const {
+    if (segment.first_keys == nullptr) return segment.keys;
     std::int64_t most = 1;  // of one query
-    for (std::int64_t i = 0; i < args.q.shape[0] * queries; ++i) {
-      const std::int64_t end = args.causal ? keys - queries + i % queries + 1 : keys;
-      most = std::max(most, end - std::max(args.first_keys[i], 0));
+    for (std::int64_t i = 0; i < segment.queries; ++i) {
+      const std::int64_t end = args_.causal ? segment.keys - segment.queries + i + 1 : segment.keys;
+      most = std::max(most, end - std::max<std::int64_t>(segment.first_keys[i] - segment.key, 0));
     }
-    return std::min(most + kMostQueries + kTileColumns, keys);
+    return std::min(most + kMostQueries + kTileColumns, segment.keys);
   }
 
-  void PackKeys(std::int64_t batch, std::int64_t column, std::int64_t count, const Memory& memory) const {
-    const HeadRows k{args_.k, batch, column, head_size_}, v{args_.v, batch, column, head_size_};
+  void PackKeys(const Segment& segment, std::int64_t column, std::int64_t count, const Memory& memory) const {
+    const HeadRows k{args_.k, segment.batch, segment.key, column, head_size_};
+    const HeadRows v{args_.v, segment.batch, segment.key, column, head_size_};
     k.Fetch(0, std::min(count, kRowsAhead));
     v.Fetch(0, std::min(count, kRowsAhead));
     PackRowsArgs pairs, row_pairs;
@@ -162,27 +182,28 @@ class AttentionRun {
 
   /// Scores become powers, rounded to bf16 tiles. What divides them comes after the product: the largest power is 1 to the last
   /// bit, where probabilities that are equal would all be rounded in one direction.
-  /// @param bias  of all keys of the sequence, or null
-  void Softmax(const Block& block, const float* bias, const TileMatrix& powers, const Memory& memory) const {
+  void Softmax(const Block& block, const TileMatrix& powers, const Memory& memory) const {
     const FusedRange range(FusedStage::kSoftmax, 0.0, 6.0 * static_cast<double>(block.rows * block.keys));
-    const std::int64_t row = (block.batch * args_.heads + block.head) * queries_ + block.query;  // among those of all heads
+    const Segment& segment = block.segment;
     SoftmaxRowsArgs softmax;
     softmax.x = memory.scores;
     softmax.ld = ld_scores_;
     softmax.rows = block.rows;
     softmax.columns = block.keys;
     softmax.first_sees = block.first_sees;
-    if (args_.first_keys != nullptr) {
+    if (segment.first_keys != nullptr) {
       for (std::int64_t i = 0; i < block.rows; ++i) {
-        const std::int64_t first = args_.first_keys[block.batch * queries_ + block.query + i] - block.key;
+        const std::int64_t first = segment.first_keys[block.query + i] - segment.key - block.key;
         memory.first_columns[i] = static_cast<std::int32_t>(std::clamp<std::int64_t>(first, 0, block.keys));
       }
       softmax.first_columns = memory.first_columns;
     }
     softmax.scale = args_.scale;
-    softmax.bias = bias == nullptr ? nullptr : bias + block.key;
+    if (args_.bias != nullptr) softmax.bias = args_.bias + segment.batch * args_.k.shape[1] + segment.key + block.key;
     softmax.powers = powers;
     softmax.inverse_sums = memory.inverse_sums;
+    // Among those of all heads.
+    const std::int64_t row = (segment.batch * args_.heads + block.head) * args_.q.shape[1] + segment.query + block.query;
     softmax.most = args_.most == nullptr ? nullptr : args_.most + row;
     kernels_.fused.softmax_rows(softmax);
     if (args_.inverse_sums != nullptr) std::copy_n(memory.inverse_sums, block.rows, args_.inverse_sums + row);
@@ -190,13 +211,47 @@ class AttentionRun {
 
   const AttentionArgs& args_;
   Pool& pool_;
-  const std::int64_t queries_, keys_, head_size_, heads_together_, widest_, ld_scores_, ld_out_;
+  const std::int64_t head_size_, heads_together_;
+  const std::vector<Segment> segments_;
+  const std::int64_t ld_out_;
   const KernelTier& kernels_ = ChosenKernels();
-  std::int64_t block_ = 0, parts_ = 0, blocks_of_part_ = 0;
+  std::int64_t keys_ = 0;  ///< of a segment, at most
+  std::int64_t widest_ = 0, ld_scores_ = 0, block_ = 0;
+  std::vector<Task> tasks_;
   std::vector<Packed> packed_;  ///< of each worker
 };
 
 }  // namespace
+
+std::vector<Segment> SegmentsOf(const AttentionArgs& args) {
+  const std::int64_t queries = args.q.shape[1], keys = args.k.shape[1], before = keys - queries;
+  std::vector<Segment> segments;
+  for (std::int64_t b = 0; b < args.q.shape[0]; ++b) {
+    const std::int32_t* const first_keys = args.first_keys == nullptr ? nullptr : args.first_keys + b * queries;
+    // From the last query on: it begins a sequence if neither it nor any behind it sees a key before its own.
+    std::vector<std::int64_t> begins;
+    std::int64_t first = keys;
+    for (std::int64_t t = queries - 1; args.causal && first_keys != nullptr && t > 0; --t) {
+      first = std::min<std::int64_t>(first, first_keys[t]);
+      if (first >= before + t) begins.push_back(t);
+    }
+    begins.push_back(queries);
+    std::sort(begins.begin(), begins.end());
+    std::int64_t query = 0, key = 0;
+    for (const std::int64_t end : begins) {
+      if (end < queries && end - query < kLeastQueries) continue;
+      Segment segment{b, query, end - query, key, before + end - key, nullptr};
+      const auto begins_later = [&](std::int32_t begin) { return begin > segment.key; };
+      if (first_keys != nullptr && std::any_of(first_keys + query, first_keys + end, begins_later)) {
+        segment.first_keys = first_keys + query;
+      }
+      segments.push_back(segment);
+      query = end;
+      key = before + end;
+    }
+  }
+  return segments;
+}
 
 void CheckAttention(const AttentionArgs& args) {
   CheckThreeDimensions(args.q, "q");

@@ -35,7 +35,8 @@ struct AttentionArgs {
   float* most = nullptr;
   float* inverse_sums = nullptr;
   /// Contiguous [B, T], or null: the first key that each query sees, as sequences that share a row and windows have it; 0 or
-  /// less: all. Where a query sees none, its result is 0. Blocks of keys that a block of queries does not see are left out.
+  /// less: all. Where a query sees none, its result is 0. Causal rows are cut where sequences begin, and blocks of keys that a
+  /// block of queries does not see are left out.
   const std::int32_t* first_keys = nullptr;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <mutex>
 #include <stdexcept>
 #include <vector>
@@ -27,18 +28,18 @@ class AttentionGradRun {
       : args_(args),
         forward_(args.forward),
         pool_(pool),
-        queries_(forward_.q.shape[1]),
-        keys_(forward_.k.shape[1]),
+        segments_(SegmentsOf(forward_)),
+        keys_(MostKeys(segments_)),
         head_size_(forward_.q.shape[2] / forward_.heads),
         heads_together_(HeadsTogether(forward_)),
         sums_of_head_(RoundUp(keys_, kPanelRows) * ld_),
-        heads_left_(static_cast<std::size_t>(forward_.q.shape[0] * forward_.heads / heads_together_), heads_together_),
+        heads_left_(static_cast<std::size_t>(std::ssize(segments_) * forward_.heads / heads_together_), heads_together_),
         slot_of_(heads_left_.size(), -1) {}
 
   void Run() {
     Carver one;
     Take(one);
-    const std::int64_t threads = pool_.num_threads(), heads = forward_.q.shape[0] * forward_.heads;
+    const std::int64_t threads = pool_.num_threads(), heads = std::ssize(segments_) * forward_.heads;
     // Heads are taken in their order. So of the groups that are begun and not done, each but the last begun has a thread at
     // work, and whoever begins another is one more: slots for as many as threads are enough. Most are never taken, and cost no
     // memory then.
@@ -129,62 +130,77 @@ class AttentionGradRun {
     return {d_k, d_k + sums_of_head_};
   }
 
-  /// Head `index` of all sequences.
+  const Segment& SegmentOf(std::int64_t head) const { return segments_[static_cast<std::size_t>(head / forward_.heads)]; }
+
+  /// The rows of a head: of queries.
+  HeadRows Rows(const TensorView& view, std::int64_t index) const {
+    const Segment& segment = SegmentOf(index);
+    return {view, segment.batch, segment.query, index % forward_.heads * head_size_, head_size_};
+  }
+
+  /// Of the keys of a group.
+  HeadRows KeyRows(const TensorView& view, std::int64_t group) const {
+    const Segment& segment = SegmentOf(group * heads_together_);
+    return {view, segment.batch, segment.key, group % (forward_.heads / heads_together_) * head_size_, head_size_};
+  }
+
+  /// Head `index` of all segments.
   /// @param packed  the group whose keys and values lie in `memory`: few threads take several heads of one
   void Head(std::int64_t index, std::int64_t slot, const Memory& memory, std::int64_t& packed) const {
-    const std::int64_t batch = index / forward_.heads, head = index % forward_.heads, column = head * head_size_;
-    const HeadRows q{forward_.q, batch, column, head_size_};
-    q.Fetch(0, std::min(kRowsAhead, queries_));
-    if (packed != index / heads_together_) PackKeys(batch, head / heads_together_ * head_size_, memory);
+    const Segment& segment = SegmentOf(index);
+    const HeadRows q = Rows(forward_.q, index);
+    q.Fetch(0, std::min(kRowsAhead, segment.queries));
+    if (packed != index / heads_together_) PackKeys(index / heads_together_, memory);
     packed = index / heads_together_;
     const Sums sums = SumsOf(slot, index % heads_together_);
-    if (forward_.first_keys != nullptr) std::fill_n(sums.d_k, 2 * sums_of_head_, 0.0f);
-    for (std::int64_t first = 0; first < queries_; first += kQueries) {
-      const std::int64_t count = std::min(kQueries, queries_ - first);
-      PackQueries(batch, column, first, count, memory);
-      if (forward_.first_keys != nullptr) std::fill_n(memory.d_queries, RoundUp(head_size_, kTileColumns) * kLdBlock, 0.0f);
+    const bool masked = segment.first_keys != nullptr;
+    if (masked) std::fill_n(sums.d_k, 2 * sums_of_head_, 0.0f);
+    for (std::int64_t first = 0; first < segment.queries; first += kQueries) {
+      const std::int64_t count = std::min(kQueries, segment.queries - first);
+      PackQueries(index, first, count, memory);
+      if (masked) std::fill_n(memory.d_queries, RoundUp(head_size_, kTileColumns) * kLdBlock, 0.0f);
       std::int64_t keys = 0;
-      for (std::int64_t key = FirstKeyOf(forward_, batch, first, count, keys_ - 1); key < keys_; key += keys) {
+      for (std::int64_t key = segment.FirstKey(first, count, segment.keys - 1); key < segment.keys; key += keys) {
         // Causal, a key is seen by its own query and those behind it.
-        const std::int64_t diagonal = forward_.causal ? key - (keys_ - queries_) - first : -keys_;
+        const std::int64_t diagonal = forward_.causal ? key - (segment.keys - segment.queries) - first : -segment.keys;
         if (diagonal >= count) break;
-        keys = std::min(forward_.causal && diagonal > -kKeys ? kKeysOfDiagonal : kKeys, keys_ - key);
-        const std::int64_t end = LastThatSees(batch, first, count, key + keys);
+        keys = std::min(forward_.causal && diagonal > -kKeys ? kKeysOfDiagonal : kKeys, segment.keys - key);
+        const std::int64_t end = LastThatSees(segment, first, count, key + keys);
         if (end > diagonal && end > 0) AddBlock(index, {key, keys, first, end, diagonal}, sums, memory);
       }
-      StoreQueries({args_.d_q, batch, column, head_size_}, first, count, memory);
+      StoreQueries(Rows(args_.d_q, index), first, count, memory);
     }
   }
 
   /// One behind the last of some queries that sees a key before `end`.
-  std::int64_t LastThatSees(std::int64_t batch, std::int64_t query, std::int64_t count, std::int64_t end) const {
-    if (forward_.first_keys == nullptr) return count;
-    while (count > 0 && forward_.first_keys[batch * queries_ + query + count - 1] >= end) --count;
+  static std::int64_t LastThatSees(const Segment& segment, std::int64_t query, std::int64_t count, std::int64_t end) {
+    if (segment.first_keys == nullptr) return count;
+    while (count > 0 && segment.first_keys[query + count - 1] >= segment.key + end) --count;
     return count;
   }
 
   /// Keys and values; the keys once more, as the left factor of d_q.
-  void PackKeys(std::int64_t batch, std::int64_t column, const Memory& memory) const {
+  void PackKeys(std::int64_t group, const Memory& memory) const {
+    const std::int64_t count = SegmentOf(group * heads_together_).keys;
     PackRowsArgs stored;
     stored.stored = memory.values;
-    HeadRows{forward_.v, batch, column, head_size_}.Pack(kernels_, 0, keys_, stored, memory.rows);
+    KeyRows(forward_.v, group).Pack(kernels_, 0, count, stored, memory.rows);
     stored.stored = memory.keys;
-    HeadRows{forward_.k, batch, column, head_size_}.Pack(kernels_, 0, keys_, stored, memory.rows);
-    const FusedRange range(FusedStage::kPack, 0.0, 4.0 * static_cast<double>(keys_ * head_size_));
+    KeyRows(forward_.k, group).Pack(kernels_, 0, count, stored, memory.rows);
+    const FusedRange range(FusedStage::kPack, 0.0, 4.0 * static_cast<double>(count * head_size_));
     for (std::int64_t c = 0; c < memory.keys.columns; ++c) {
       TransposePairsArgs transpose;
-      transpose.pairs = memory.keys;
+      transpose.pairs = FromPanel(memory.keys, 0, CeilDiv(count, kPanelRows));
       transpose.stored = true;
       transpose.column = c;
       transpose.transposed = FromPanel(memory.keys_t, 2 * c, 2);
+      transpose.transposed.columns = CeilDiv(count, kTileColumns);
       kernels_.transpose_pairs(transpose);
     }
   }
 
-  void PackQueries(std::int64_t batch, std::int64_t column, std::int64_t first, std::int64_t count,
-                   const Memory& memory) const {
-    const HeadRows q{forward_.q, batch, column, head_size_}, d_out{args_.d_out, batch, column, head_size_};
-    const HeadRows out{forward_.out, batch, column, head_size_};
+  void PackQueries(std::int64_t index, std::int64_t first, std::int64_t count, const Memory& memory) const {
+    const HeadRows q = Rows(forward_.q, index), d_out = Rows(args_.d_out, index), out = Rows(forward_.out, index);
     PackRowsArgs orders;
     orders.pairs = memory.queries;
     orders.row_pairs = memory.query_rows;
@@ -194,7 +210,7 @@ class AttentionGradRun {
     orders.row_pairs = memory.d_out_rows;
     out.Fetch(first, count);
     d_out.Pack(kernels_, first, count, orders, memory.rows);
-    q.Fetch(first + count, std::min(kRowsAhead, queries_ - first - count));
+    q.Fetch(first + count, std::min(kRowsAhead, SegmentOf(index).queries - first - count));
     const FusedRange range(FusedStage::kBackwardSoftmax, 0.0, 4.0 * static_cast<double>(count * head_size_));
     kernels_.fused.row_dots({d_out.Row(first), args_.d_out.stride[1], out.Row(first), forward_.out.stride[1], count, head_size_,
                              forward_.scale, memory.delta});
@@ -237,12 +253,18 @@ class AttentionGradRun {
     softmax.rows = block.keys;
     softmax.columns = count;
     softmax.scale = forward_.scale;
-    softmax.bias = forward_.bias == nullptr ? nullptr : forward_.bias + index / forward_.heads * keys_ + block.key;
-    softmax.most = args_.most + index * queries_ + block.query + skipped;
-    softmax.inverse_sums = args_.inverse_sums + index * queries_ + block.query + skipped;
+    const Segment& segment = SegmentOf(index);
+    if (forward_.bias != nullptr) {
+      softmax.bias = forward_.bias + segment.batch * forward_.k.shape[1] + segment.key + block.key;
+    }
+    // Among those of all heads.
+    const std::int64_t head = segment.batch * forward_.heads + index % forward_.heads;
+    const std::int64_t row = head * forward_.q.shape[1] + segment.query + block.query + skipped;
+    softmax.most = args_.most + row;
+    softmax.inverse_sums = args_.inverse_sums + row;
     softmax.delta = memory.delta + skipped;
     softmax.diagonal = block.diagonal - skipped;
-    softmax.first_rows = FirstRows(index, block, skipped, memory);
+    softmax.first_rows = FirstRows(segment, block, skipped, memory);
     softmax.probability = probabilities;
     softmax.d_x = d_scores;
     softmax.d_x_pairs = d_score_pairs;
@@ -251,19 +273,20 @@ class AttentionGradRun {
       kernels_.fused.softmax_grad(softmax);
     }
     // Queries of a block before this one have seen these keys; or all sums are 0 at first.
-    const bool added = forward_.first_keys != nullptr, seen = added || (block.query > 0 && block.diagonal < 0);
+    const bool added = segment.first_keys != nullptr, seen = added || (block.query > 0 && block.diagonal < 0);
     multiply(probabilities, d_out_rows, sums.d_v + block.key * ld_, ld_, seen);
     multiply(d_scores, query_rows, sums.d_k + block.key * ld_, ld_, seen);
     multiply(keys_t, d_score_pairs, memory.d_queries + skipped, kLdBlock, added || block.key > 0);
   }
 
   /// Of the block's queries but those left out: the first row of it that each sees; null where all see all.
-  const std::int32_t* FirstRows(std::int64_t index, const Block& block, std::int64_t skipped, const Memory& memory) const {
-    if (forward_.first_keys == nullptr) return nullptr;
-    const std::int32_t* const keys = forward_.first_keys + index / forward_.heads * queries_ + block.query;
-    if (*std::max_element(keys + skipped, keys + block.queries) <= block.key) return nullptr;
+  static const std::int32_t* FirstRows(const Segment& segment, const Block& block, std::int64_t skipped, const Memory& memory) {
+    if (segment.first_keys == nullptr) return nullptr;
+    const std::int32_t* const keys = segment.first_keys + block.query;
+    const std::int64_t first = segment.key + block.key;
+    if (*std::max_element(keys + skipped, keys + block.queries) <= first) return nullptr;
     for (std::int64_t i = skipped; i < block.queries; ++i) {
-      memory.first_rows[i] = static_cast<std::int32_t>(std::max<std::int64_t>(keys[i] - block.key, 0));
+      memory.first_rows[i] = static_cast<std::int32_t>(std::max<std::int64_t>(keys[i] - first, 0));
     }
     return memory.first_rows + skipped;
   }
@@ -279,24 +302,29 @@ class AttentionGradRun {
 
   /// The sums of a group's heads, added up in their order.
   void Merge(std::int64_t group, std::int64_t slot) const {
+    const std::int64_t keys = SegmentOf(group * heads_together_).keys;
     const FusedRange range(FusedStage::kBackwardGemm, 0.0,
-                           (8.0 * static_cast<double>(heads_together_) + 4.0) * static_cast<double>(keys_ * head_size_));
-    const std::int64_t key_heads = forward_.heads / heads_together_;
-    const std::int64_t batch = group / key_heads, column = group % key_heads * head_size_;
+                           (8.0 * static_cast<double>(heads_together_) + 4.0) * static_cast<double>(keys * head_size_));
     const Sums total = SumsOf(slot, 0);
     for (std::int64_t head = 1; head < heads_together_; ++head) {
       const Sums sums = SumsOf(slot, head);
-      Add(sums.d_k, total.d_k);
-      Add(sums.d_v, total.d_v);
+      Add(sums.d_k, total.d_k, keys);
+      Add(sums.d_v, total.d_v, keys);
     }
-    HeadRows{args_.d_k, batch, column, head_size_}.Store(kernels_, total.d_k, ld_, 0, keys_);
-    HeadRows{args_.d_v, batch, column, head_size_}.Store(kernels_, total.d_v, ld_, 0, keys_);
+    KeyRows(args_.d_k, group).Store(kernels_, total.d_k, ld_, 0, keys);
+    KeyRows(args_.d_v, group).Store(kernels_, total.d_v, ld_, 0, keys);
   }
 
-  void Add(const float* sums, float* total) const {
-    for (std::int64_t s = 0; s < keys_; ++s) {
+  void Add(const float* sums, float* total, std::int64_t keys) const {
+    for (std::int64_t s = 0; s < keys; ++s) {
       for (std::int64_t c = s * ld_; c < s * ld_ + head_size_; ++c) total[c] += sums[c];
     }
+  }
+
+  static std::int64_t MostKeys(const std::vector<Segment>& segments) {
+    std::int64_t keys = 0;
+    for (const Segment& segment : segments) keys = std::max(keys, segment.keys);
+    return keys;
   }
 
   static constexpr std::int64_t kLdBlock = SumsPitch(kQueries);
@@ -304,7 +332,9 @@ class AttentionGradRun {
   const AttentionGradArgs& args_;
   const AttentionArgs& forward_;
   Pool& pool_;
-  const std::int64_t queries_, keys_, head_size_, heads_together_;
+  const std::vector<Segment> segments_;
+  const std::int64_t keys_;  ///< of a segment, at most
+  const std::int64_t head_size_, heads_together_;
   const std::int64_t ld_ = SumsPitch(RoundUp(head_size_, kPanelRows));  ///< of d_k's and d_v's sums
   const std::int64_t sums_of_head_;
   const KernelTier& kernels_ = ChosenKernels();

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "cpu_kernels/aligned_buffer.h"
 #include "cpu_kernels/fused/attention.h"
@@ -40,21 +41,31 @@ inline TileMatrix FromColumn(TileMatrix tiles, std::int64_t column, std::int64_t
   return tiles;
 }
 
-/// The first key that any of some queries of a sequence sees, at most `last`, in whole tiles.
-inline std::int64_t FirstKeyOf(const AttentionArgs& args, std::int64_t batch, std::int64_t query, std::int64_t count,
-                               std::int64_t last) {
-  if (args.first_keys == nullptr) return 0;
-  const std::int32_t* const keys = args.first_keys + batch * args.q.shape[1] + query;
-  return std::clamp<std::int64_t>(*std::min_element(keys, keys + count), 0, last) / kTileColumns * kTileColumns;
-}
+/// Queries that see no keys but these, and keys that no other queries see: a sequence, or some that share its row.
+struct Segment {
+  std::int64_t batch;
+  std::int64_t query, queries;     ///< the first row, and how many
+  std::int64_t key, keys;          ///< the same of keys; causal, the last query sees the last one
+  const std::int32_t* first_keys;  ///< of its queries, among all keys of the sequence; null: they see them from `key` on
+
+  /// The first of its keys that any of `count` queries sees, at most `last`, in whole tiles.
+  std::int64_t FirstKey(std::int64_t first_query, std::int64_t count, std::int64_t last) const {
+    if (first_keys == nullptr) return 0;
+    const std::int64_t first = *std::min_element(first_keys + first_query, first_keys + first_query + count);
+    return std::clamp<std::int64_t>(first - key, 0, last) / kTileColumns * kTileColumns;
+  }
+};
+
+/// In their order. Causal rows are cut where sequences begin, but not into segments of a few queries.
+std::vector<Segment> SegmentsOf(const AttentionArgs& args);
 
 /// The rows of one head, as kernels take them.
 struct HeadRows {
   const TensorView& view;
-  std::int64_t batch, first_column, columns;
+  std::int64_t batch, first_row, first_column, columns;
 
   BFloat16* Row(std::int64_t row) const {
-    return static_cast<BFloat16*>(view.data) + batch * view.stride[0] + row * view.stride[1] + first_column;
+    return static_cast<BFloat16*>(view.data) + batch * view.stride[0] + (first_row + row) * view.stride[1] + first_column;
   }
 
   /// Brings rows to L2: they lie too far apart for the hardware to run ahead.
