@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moesaic.hf import packing
+from moesaic.hf import data_parallel, packing
 from moesaic.hf.blocks import IMPLEMENTATION, WEIGHTS, find_blocks, implementation, refusal, require_module, weight
 from moesaic.hf.released import is_released, restore_block
 
@@ -104,6 +104,8 @@ def prepare(
         _prepare_block(name, block, weight_format, release)
         for name, block in _with_progress(blocks, sys.stderr.isatty() if progress is None else progress)
     ]
+    if release:
+        data_parallel.leave_released_alone(_outermost(model))
     return PrepareReport(tuple(reports), weight_format, time.perf_counter() - began)
 
 
@@ -124,6 +126,7 @@ def restore(model: nn.Module, experts_implementation: str | None = "grouped_mm")
         if is_released(block):
             restore_block(block)
         packing.drop(block)
+    data_parallel.undo(_outermost(model))
     if experts_implementation is not None:
         set_implementation(model, experts_implementation)
 
@@ -132,13 +135,20 @@ def set_implementation(model: nn.Module, name: str) -> None:
     """Sets the experts implementation of every experts block in `model`."""
     from transformers import PreTrainedModel
 
-    outermost = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if outermost is not None:
+    outermost = _outermost(model)
+    if isinstance(outermost, PreTrainedModel):
         outermost.set_experts_implementation(name)
     for _, block in find_blocks(model):
         # A block may have a config of its own: modules_to_save copies both.
         if implementation(block) != name:
             block.config._experts_implementation = name  # type: ignore[union-attr]
+
+
+def _outermost(model: nn.Module) -> nn.Module:
+    """The model of transformers in `model`, or else that itself."""
+    from transformers import PreTrainedModel
+
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
 def _refusal(name: str, block: nn.Module) -> str | None:
