@@ -403,15 +403,35 @@ def test_masks_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [attention._read_mask(mask, 1, 24, 24) for mask in masks]
 
     def entry(which: int, look: Callable[[], torch.Tensor]) -> Any:
-        return (look, masks[which]._version, (1, 24, 24), found[which])
+        return ((look, masks[which]._version, (1, 24, 24), found[which]),)
 
     def interrupted() -> torch.Tensor:
-        monkeypatch.setattr(attention, "_seen", entry(1, lambda: masks[1]))
+        monkeypatch.setattr(attention, "_last", entry(1, lambda: masks[1]))
         return masks[0]
 
-    monkeypatch.setattr(attention, "_seen", entry(0, interrupted))
+    monkeypatch.setattr(attention, "_last", entry(0, interrupted))
     assert attention._read(masks[0], 1, 24, 24) is found[0]
     assert attention._read(masks[1], 1, 24, 24) is found[1]
+
+
+def test_masks_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where layers with a window and others take turns."""
+    from moesaic.hf import attention
+
+    read: list[torch.Tensor] = []
+    own = attention._read_mask
+    monkeypatch.setattr(attention, "_read_mask", lambda mask, *sizes: read.append(mask) or own(mask, *sizes))
+    causal = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()
+    window = causal.clone().triu_(-5)
+    for _ in range(3):
+        for mask in (causal, window):
+            assert (attention._read(mask, 1, 24, 24).first is None) == (mask is causal)
+    assert len(read) == 2
+    window[..., 20, 18] = False
+    assert attention._read(window, 1, 24, 24) is None and len(read) == 3
+    for _ in range(9):  # what is not there any more is not kept
+        attention._read(causal.clone(), 1, 24, 24)
+    assert len(attention._last) == attention._KEPT_MASKS
 
 
 def test_what_masks_say() -> None:

@@ -103,21 +103,23 @@ class _Seen(NamedTuple):
     first: torch.Tensor | None = None
 
 
-#: The last mask that was looked at, and what came of it: all layers have the same one.
-_seen: tuple[weakref.ref[torch.Tensor], int, tuple[int, int, int], _Seen | None] | None = None
+#: The last masks that were looked at, and what came of them: layers of a kind have the same one. Replaced as a whole,
+#: for other threads have models and masks of their own.
+_last: tuple[tuple[weakref.ref[torch.Tensor], int, tuple[int, int, int], _Seen | None], ...] = ()
+_KEPT_MASKS = 4
 
 
 def _read(mask: torch.Tensor, batch: int, queries: int, keys: int) -> _Seen | None:
     """`_read_mask`, once for all layers."""
-    global _seen
+    global _last
     if mask.is_inference():  # such tensors do not tell when they change
         return _read_mask(mask, batch, queries, keys)
     sizes = (batch, queries, keys)
-    last = _seen  # once: other threads have models and masks of their own
-    if last is not None and last[0]() is mask and last[1:3] == (mask._version, sizes):
-        return last[3]
+    for entry in _last:
+        if entry[0]() is mask and entry[1:3] == (mask._version, sizes):
+            return entry[3]
     found = _read_mask(mask, batch, queries, keys)
-    _seen = (weakref.ref(mask), mask._version, sizes, found)
+    _last = ((weakref.ref(mask), mask._version, sizes, found), *_last[: _KEPT_MASKS - 1])
     return found
 
 
@@ -132,21 +134,21 @@ def _read_mask(mask: torch.Tensor, batch: int, queries: int, keys: int) -> _Seen
     at = seen[:, -1].any(0).nonzero()
     count = int(at[-1]) + 1 if len(at) > 0 else keys
     if mask.stride(2) == 0 or mask.shape[2] == 1 or bool((seen == seen[:, -1:]).all()):
-        return _Seen(count, seen[:, -1, :count].expand(batch, count))
+        return _Seen(count, seen[:, -1, :count].clone().expand(batch, count))  # not to keep the whole mask
     if queries == keys:
         count = keys  # padding at the end of all sequences is no end of a cache
     if queries > count or bool(seen[..., count:].any()):
         return None
     seen = seen[..., :count]
     someone = seen.any(1)
-    own = torch.arange(count - queries, count)[:, None]
-    expected = someone[:, None] & (torch.arange(count) <= own)
+    key = torch.arange(count, device="cpu")
+    expected = someone[:, None] & (key <= key[count - queries :, None])
     padding = None if bool(someone.all()) else someone.expand(batch, count)
     if torch.equal(seen, expected):
         return _Seen(count, padding, causal=True)
     first = torch.from_numpy(seen.numpy().argmax(-1))  # which, unlike PyTorch's, stops at the first
     first.masked_fill_((first == 0) & ~seen[..., 0], count)  # there is none
-    expected &= torch.arange(count) >= first[..., None]
+    expected &= key >= first[..., None]
     if torch.equal(seen, expected):
         return _Seen(count, padding, causal=True, first=first.expand(batch, queries))
     return None
