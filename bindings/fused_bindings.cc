@@ -18,6 +18,7 @@
 #include "cpu_kernels/fused/linear.h"
 #include "cpu_kernels/fused/log_probs.h"
 #include "cpu_kernels/fused/rotary.h"
+#include "cpu_kernels/tensor_text.h"
 #include "threadpool/pool.h"
 
 namespace py = pybind11;
@@ -271,11 +272,17 @@ class FirstKeys {
   FirstKeys(const py::object& object, std::int64_t batch, std::int64_t queries) {
     if (object.is_none()) return;
     const TensorView view = ViewOf(object, {"first_keys"}, "int64");
-    const bool fits = view.rank == 2 && view.dtype == DType::kInt64 && view.shape[0] == batch && view.shape[1] == queries;
-    if (!fits || (queries > 1 && view.stride[1] != 1) || (batch > 1 && view.stride[0] != queries)) {
-      throw std::invalid_argument("first_keys is no contiguous int64 tensor of shape [" + std::to_string(batch) + ", " +
-                                  std::to_string(queries) + "]");
+    CheckRank(view, "first_keys");
+    if (view.dtype != DType::kInt64 || view.shape[0] != batch || view.shape[1] != queries) {
+      throw std::invalid_argument("first_keys is [" + std::to_string(view.shape[0]) + ", " + std::to_string(view.shape[1]) +
+                                  "] of " + NameOf(view.dtype) + "; expected [" + std::to_string(batch) + ", " +
+                                  std::to_string(queries) + "] of int64");
     }
+    if ((queries > 1 && view.stride[1] != 1) || (batch > 1 && view.stride[0] != queries)) {
+      throw std::invalid_argument("first_keys has strides " + std::to_string(view.stride[0]) + " and " +
+                                  std::to_string(view.stride[1]) + "; expected a contiguous tensor");
+    }
+    keys_.reserve(static_cast<std::size_t>(batch * queries));
     const auto* const keys = static_cast<const std::int64_t*>(view.data);
     for (std::int64_t i = 0; i < batch * queries; ++i) {
       keys_.push_back(

@@ -20,7 +20,7 @@ using threadpool::Pool;
 constexpr std::int64_t kMostQueries = 64;
 /// Bytes of a thread's scratch memory that stay for the next call, at most: very many keys take more.
 constexpr std::int64_t kMostKept = 4 << 20;
-/// Queries of a segment, at least, but for a row's last one: of fewer, tiles that are not full cost more than a mask.
+/// Queries of a segment, at least, but for a row's last one: short sequences are computed together, with a mask.
 constexpr std::int64_t kLeastQueries = 256;
 
 /// One call of Attention(): the memory and the steps of its tasks.
@@ -33,9 +33,7 @@ class AttentionRun {
         heads_together_(HeadsTogether(args)),
         segments_(SegmentsOf(args)),
         ld_out_(SumsPitch(RoundUp(head_size_, kTileColumns))) {
-    std::int64_t queries = 0;
     for (const Segment& segment : segments_) {
-      queries = std::max(queries, segment.queries);
       keys_ = std::max(keys_, segment.keys);
       widest_ = std::max(widest_, Widest(segment));
     }
@@ -43,10 +41,9 @@ class AttentionRun {
     // Scores and what they are rounded to, of a block, in half of L2.
     const std::int64_t fitting = HostL2Bytes() / 2 / (6 * RoundUp(widest_, kTileColumns));
     block_ = std::clamp<std::int64_t>(fitting / kPanelRows * kPanelRows, kPanelRows, kMostQueries);
-    const std::int64_t heads = std::ssize(segments_) * args.heads, blocks = CeilDiv(queries, block_);
-    // Two tasks a thread, so that nobody waits long for the last one.
-    const std::int64_t parts = std::min(blocks, CeilDiv(2 * pool.num_threads(), heads));
-    const std::int64_t queries_of_part = CeilDiv(blocks, parts) * block_;
+    // Two tasks a thread at least, so that nobody waits long for the last one.
+    const std::int64_t queries = args.q.shape[0] * args.q.shape[1] * args.heads;
+    const std::int64_t queries_of_part = RoundUp(CeilDiv(queries, 2 * pool.num_threads()), block_);
     for (const Segment& segment : segments_) {
       for (std::int64_t head = 0; head < args.heads; ++head) {
         for (std::int64_t query = 0; query < segment.queries; query += queries_of_part) {

@@ -6,9 +6,9 @@
 //
 // with n heads of queries to one of keys; causal, a query sees the keys up to its own.
 //
-// A task takes a head, or some of its queries: keys and values that these see become tiles, once for all heads that share them
-// and come to the same thread one after the other, and a block of queries meets all keys, whose scores stay in its core's L2
-// cache. How work is cut changes no bit of the result.
+// A task takes a head, or some of its queries, of a sequence or of a part of it that no others see: keys and values that these
+// see become tiles, once for all heads that share them and come to the same thread one after the other, and a block of queries
+// meets all keys, whose scores stay in its core's L2 cache. How work is cut changes no bit of the result.
 #pragma once
 
 #include <cstdint>

@@ -154,7 +154,9 @@ class AttentionGradRun {
     packed = index / heads_together_;
     const Sums sums = SumsOf(slot, index % heads_together_);
     const bool masked = segment.first_keys != nullptr;
-    if (masked) std::fill_n(sums.d_k, 2 * sums_of_head_, 0.0f);
+    for (float* const sum : {sums.d_k, sums.d_v}) {
+      if (masked) std::fill_n(sum, RoundUp(segment.keys, kPanelRows) * ld_, 0.0f);
+    }
     for (std::int64_t first = 0; first < segment.queries; first += kQueries) {
       const std::int64_t count = std::min(kQueries, segment.queries - first);
       PackQueries(index, first, count, memory);

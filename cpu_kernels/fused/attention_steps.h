@@ -41,12 +41,12 @@ inline TileMatrix FromColumn(TileMatrix tiles, std::int64_t column, std::int64_t
   return tiles;
 }
 
-/// Queries that see no keys but these, and keys that no other queries see: a sequence, or some that share its row.
+/// Queries that see no keys but these, and keys that no other queries see: a whole row, or one or some of those that share it.
 struct Segment {
   std::int64_t batch;
   std::int64_t query, queries;     ///< the first row, and how many
   std::int64_t key, keys;          ///< the same of keys; causal, the last query sees the last one
-  const std::int32_t* first_keys;  ///< of its queries, among all keys of the sequence; null: they see them from `key` on
+  const std::int32_t* first_keys;  ///< of its queries, among all keys of the row; null: they see them from `key` on
 
   /// The first of its keys that any of `count` queries sees, at most `last`, in whole tiles.
   std::int64_t FirstKey(std::int64_t first_query, std::int64_t count, std::int64_t last) const {

@@ -285,7 +285,7 @@ def test_first_keys(shape: tuple[int, ...], kind: str, masked: bool, causal: boo
 
 
 def test_sequences_in_a_row_do_not_meet() -> None:
-    """What is NaN in one sequence stays there, whoever computes the next one, and it is as if each were alone."""
+    """Of 256 tokens and more: NaN in one stays there, whoever computes the next; each is as if it were alone."""
     ends = (256, 556, 626)  # tiles of the last one are not full: what the second one left there must not count
     tensors = list(few_operands((1, 2, 1, 626, 626, 32)))
     for tensor, at in zip(tensors, (300, 344, 344), strict=True):
@@ -328,6 +328,15 @@ def test_first_keys_that_do_not_fit() -> None:
     right = functional.attention(q, k, v, first_keys=first)
     for other in (first.t().contiguous().t(), first[:1].expand(2, 20)):
         assert torch.equal(functional.attention(q, k, v, first_keys=other), right)
+    rows = [t.transpose(1, 2).flatten(2).contiguous() for t in (q, k, v)]
+    for wrong, message in (
+        (first.float(), "first_keys is \\[2, 20\\] of float32; expected \\[2, 20\\] of int64"),
+        (first[:, :19], "first_keys is \\[2, 19\\] of int64; expected"),
+        (first[0], "first_keys has 1 dimensions; expected 2"),
+        (first.t().contiguous().t(), "first_keys has strides 1 and 2; expected a contiguous"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            _core.attention(*rows, 2, 1.0, first_keys=wrong)
     # Few queries: PyTorch.
     few = functional.attention(q[:, :, :3], k, v, first_keys=first[:, :3])
     assert error(few, right[:, :, :3]) < 1e-2

@@ -429,6 +429,11 @@ def test_masks_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read) == 2
     window[..., 20, 18] = False
     assert attention._read(window, 1, 24, 24) is None and len(read) == 3
+    with torch.inference_mode():  # an evaluation, then training with the same mask
+        attention._read(window := causal.clone().triu_(-7), 1, 24, 24)
+    q = torch.randn(1, 2, 24, 32).bfloat16().requires_grad_()
+    attention.attention_forward(nn.Module(), q, q, q, window)[0].sum().backward()
+    assert q.grad is not None
     for _ in range(9):  # what is not there any more is not kept
         attention._read(causal.clone(), 1, 24, 24)
     assert len(attention._last) == attention._KEPT_MASKS
@@ -468,6 +473,7 @@ def test_what_masks_say() -> None:
                 assert found is None or torch.equal(shown(found, queries, keys), other)
     assert _read_mask(torch.ones(2, 2, 4, 4, dtype=torch.bool), 2, 4, 4) is None  # of heads of their own
     assert _read_mask(torch.zeros(2, 1, 4, 4), 2, 4, 4) is None
+    assert _read_mask(torch.ones(3, 1, 4, 4, dtype=torch.bool).tril(), 2, 4, 4) is None  # of another batch
 
 
 @pytest.mark.parametrize("trained", [False, True])

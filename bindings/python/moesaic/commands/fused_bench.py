@@ -36,8 +36,8 @@ halves, as much read and written and hardly any arithmetic, from the caches or m
 input, over the time. Before each timed call of the engine and of that one the same call on 16 rows (decoding: keys)
 brings its code back, which the probe has driven out of the caches. odd over aligned: flops a second of hidden 770 over
 those of 768.
-Results are compared with PyTorch in double precision on 256 rows (attention: on one sequence) first; exits 1 if one
-is wrong."""
+Results are compared with PyTorch in double precision on 256 rows (attention: on one sequence or row) first; exits 1 if
+one is wrong."""
 
 
 def add_parser(benches: Any) -> None:

@@ -118,7 +118,8 @@ def _read(mask: torch.Tensor, batch: int, queries: int, keys: int) -> _Seen | No
     for entry in _last:
         if entry[0]() is mask and entry[1:3] == (mask._version, sizes):
             return entry[3]
-    found = _read_mask(mask, batch, queries, keys)
+    with torch.inference_mode(False):  # training may meet the same mask
+        found = _read_mask(mask, batch, queries, keys)
     _last = ((weakref.ref(mask), mask._version, sizes, found), *_last[: _KEPT_MASKS - 1])
     return found
 
@@ -128,7 +129,7 @@ def _read_mask(mask: torch.Tensor, batch: int, queries: int, keys: int) -> _Seen
     sequences that share a row or windows (none before the first). None for any other mask."""
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != keys:
         return None
-    if mask.shape[2] not in (1, queries):
+    if mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, queries):
         return None
     seen = mask[:, 0]
     at = seen[:, -1].any(0).nonzero()
@@ -137,7 +138,7 @@ def _read_mask(mask: torch.Tensor, batch: int, queries: int, keys: int) -> _Seen
         return _Seen(count, seen[:, -1, :count].clone().expand(batch, count))  # not to keep the whole mask
     if queries == keys:
         count = keys  # padding at the end of all sequences is no end of a cache
-    if queries > count or bool(seen[..., count:].any()):
+    if queries > count or bool(seen[..., count:].any()) or bool(seen[:, 0, count - queries + 1 :].any()):
         return None
     seen = seen[..., :count]
     someone = seen.any(1)
