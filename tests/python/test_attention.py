@@ -318,8 +318,8 @@ def test_sequences_in_a_row_do_not_meet() -> None:
 def test_first_keys_that_do_not_fit() -> None:
     q, k, v = operands(2, 2, 20, 30, 64)
     for wrong, kind, message in (
-        (torch.zeros(2, 20), TypeError, "first_keys is torch.float32; expected an int64 tensor"),
-        ([0] * 20, TypeError, "first_keys is list; expected an int64 tensor"),
+        (torch.zeros(2, 20), TypeError, "first_keys is torch.float32; expected a tensor of torch.int64"),
+        ([0] * 20, TypeError, "first_keys is list; expected a tensor of torch.int64"),
         (torch.zeros(2, 30, dtype=torch.int64), ValueError, r"first_keys has shape \[2, 30\]; expected \[2, 20\]"),
     ):
         with pytest.raises(kind, match=message):

@@ -15,8 +15,8 @@ import torch
 pytest.importorskip("transformers")
 
 import moesaic.hf
+from fused_models import qwen3_moe
 from hf_models import build, needs_peft_20
-from test_hf_fuse import qwen3_moe
 from test_hf_training import adapted, losses_of, sft_trainer
 
 pytest.importorskip("trl.kernels.chunked_logprob")  # of older ones the trainers have no log-probabilities of their own

@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import moesaic.hf
+from fused_models import bert, qwen3_moe
 from moesaic.hf.loss import causal_lm_loss
-from test_hf_fuse import bert, qwen3_moe
 
 
 def case(dtype: torch.dtype, vocabulary: int = 700) -> tuple[torch.Tensor, torch.Tensor]:

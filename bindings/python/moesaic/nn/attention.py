@@ -74,24 +74,8 @@ def attention(
         raise ValueError(
             f"q has {q.shape[2]} rows; expected at most k's {k.shape[2]}: the last query sees the last key"
         )
-    if key_mask is not None:
-        if not isinstance(key_mask, torch.Tensor) or key_mask.dtype != torch.bool:
-            raise TypeError(
-                f"key_mask is {getattr(key_mask, 'dtype', type(key_mask).__name__)}; expected a bool tensor"
-            )
-        if not key_mask.is_cpu:
-            raise ValueError(f"key_mask is on {key_mask.device}; expected a CPU tensor")
-        if tuple(key_mask.shape) != (batch, k.shape[2]):
-            raise ValueError(f"key_mask has shape {list(key_mask.shape)}; expected [{batch}, {k.shape[2]}]")
-    if first_keys is not None:
-        if not isinstance(first_keys, torch.Tensor) or first_keys.dtype != torch.int64:
-            raise TypeError(
-                f"first_keys is {getattr(first_keys, 'dtype', type(first_keys).__name__)}; expected an int64 tensor"
-            )
-        if not first_keys.is_cpu:
-            raise ValueError(f"first_keys is on {first_keys.device}; expected a CPU tensor")
-        if tuple(first_keys.shape) != (batch, q.shape[2]):
-            raise ValueError(f"first_keys has shape {list(first_keys.shape)}; expected [{batch}, {q.shape[2]}]")
+    _check_choice(key_mask, "key_mask", torch.bool, (batch, k.shape[2]))
+    _check_choice(first_keys, "first_keys", torch.int64, (batch, q.shape[2]))
     if scale is None:
         scale = size**-0.5
     elif not isinstance(scale, (int, float)):
@@ -125,6 +109,19 @@ def attention(
     first = None if first_keys is None else first_keys.contiguous()
     out = autograd.attention(rows[0], rows[1], rows[2], bias, first, heads, k.shape[1], scale, causal)
     return out.view(batch, -1, heads, size).transpose(1, 2)
+
+
+def _check_choice(choice: torch.Tensor | None, name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Raises where what says which keys are seen is of another kind."""
+    if choice is None:
+        return
+    if not isinstance(choice, torch.Tensor) or choice.dtype != dtype:
+        came = getattr(choice, "dtype", type(choice).__name__)
+        raise TypeError(f"{name} is {came}; expected a tensor of {dtype}")
+    if not choice.is_cpu:
+        raise ValueError(f"{name} is on {choice.device}; expected a CPU tensor")
+    if tuple(choice.shape) != shape:
+        raise ValueError(f"{name} has shape {list(choice.shape)}; expected {list(shape)}")
 
 
 def _rows_of(heads: torch.Tensor) -> torch.Tensor:
