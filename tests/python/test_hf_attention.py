@@ -237,8 +237,9 @@ def test_masks_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read) == 2
     window[..., 20, 18] = False
     assert attention._read(window, 1, 24, 24) is None and len(read) == 3
+    window = causal.clone().triu_(-7)
     with torch.inference_mode():  # an evaluation, then training with the same mask
-        attention._read(window := causal.clone().triu_(-7), 1, 24, 24)
+        attention._read(window, 1, 24, 24)
     q = torch.randn(1, 2, 24, 32).bfloat16().requires_grad_()
     attention.attention_forward(nn.Module(), q, q, q, window)[0].sum().backward()
     assert q.grad is not None
