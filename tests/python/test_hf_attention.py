@@ -368,8 +368,12 @@ def test_attention_that_is_not_served(engine_attention: list[torch.Size]) -> Non
     eager = BertModel(BertConfig(vocab_size=50, attn_implementation="eager", **SMALL)).bfloat16()
     reasons = {m.name: m.reason for m in moesaic.hf.fuse(eager).kept}
     assert reasons["encoder.layer.0.attention.self"] == "its attention is 'eager'; expected 'sdpa'"
-    reasons = {m.name: m.reason for m in moesaic.hf.fuse(bert()).kept}
-    assert reasons["encoder.layer.0.attention.self"] == "its weights are float32; expected bfloat16"
+    reasons = {m.name: m.reason for m in moesaic.hf.fuse(bert().half()).kept}
+    assert reasons["encoder.layer.0.attention.self"] == "its weights are float16; expected bfloat16 or float32"
+    wide = bert().eval()
+    moesaic.hf.fuse(wide)
+    with torch.no_grad():
+        output(wide, {"input_ids": torch.randint(3, 50, (2, 24))})  # in fp32 it is PyTorch's
     # Masks of more than padding: each query sees keys of its own.
     model = bert().bfloat16().eval()
     given = {"input_ids": torch.randint(3, 50, (1, 24))}

@@ -42,21 +42,27 @@ def factors(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
+#: Of models in fp32, as these are.
+ATTENTION = {"attention under autocast to bf16": 2}
+
 #: Before transformers 5.10 an FFN was two modules; the second adds a residual, and only its linear is replaced.
 VIT = (
-    {"gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 5}
+    {"gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 5, **ATTENTION}
     if hasattr(modeling_vit, "ViTIntermediate")
-    else {"gemm_bias_gelu, gemm_bias": 2, "gemm_bias": 8, "layernorm": 5}
+    else {"gemm_bias_gelu, gemm_bias": 2, "gemm_bias": 8, "layernorm": 5, **ATTENTION}
 )
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
-    "bert": (bert, {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1}),
+    "bert": (bert, {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1, **ATTENTION}),
     "roberta": (
         roberta,
-        {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1},
+        {"gemm_bias_add_layernorm": 4, "gemm_bias_gelu": 2, "gemm_bias": 6, "layernorm": 1, **ATTENTION},
     ),
     "vit": (vit, VIT),
-    "qwen3_moe": (qwen3_moe, {"gemm, silu_mul, gemm": 1, "rmsnorm": 9, "log_probs, as its loss": 1, **PROJECTIONS}),
+    "qwen3_moe": (
+        qwen3_moe,
+        {"gemm, silu_mul, gemm": 1, "rmsnorm": 9, "log_probs, as its loss": 1, **PROJECTIONS, **ATTENTION},
+    ),
 }
 
 
@@ -191,7 +197,7 @@ def test_where_the_stock_forward_runs() -> None:
     model.eval()
     assert not torch.equal(layer(x, residual), stock())
     assert torch.equal(layer(hidden_states=x, input_tensor=residual), stock())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.float16):
         assert torch.equal(layer(x, residual), stock())
     seen: list[int] = []
     with layer.dense.register_forward_hook(lambda *_: seen.append(1)):

@@ -169,7 +169,7 @@ def test_what_a_call_leaves_to_transformers(calls: list[torch.Size]) -> None:
     x = torch.randn(2, 4, 3, 32).bfloat16().transpose(1, 2)
     cos, sin = torch.randn(2, 4, 32).bfloat16(), torch.randn(2, 4, 32).bfloat16()
     cases: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-        ((x, x, cos.float(), sin.float()), {}),
+        ((x.float(), x.float(), cos, sin), {}),
         ((x, x, cos.clone().requires_grad_(), sin), {}),
         ((x.transpose(1, 2), x.transpose(1, 2), cos, sin), {"unsqueeze_dim": 2}),
         ((x.transpose(1, 2), x.transpose(1, 2), cos, sin, 2), {}),
@@ -186,9 +186,10 @@ def test_what_a_call_leaves_to_transformers(calls: list[torch.Size]) -> None:
             turn(*arguments)
     assert not calls
     for options in ({}, {"unsqueeze_dim": 1}):
-        for got, expected in zip(turn(x, x, cos, sin, **options), STOCK(x, x, cos, sin), strict=True):
-            assert torch.equal(got, expected) and got.stride() == expected.stride()
-    assert len(calls) == 4
+        for angles in ((cos, sin), (cos.float(), sin.float())):  # the latter under autocast
+            for got, expected in zip(turn(x, x, *angles, **options), STOCK(x, x, *angles), strict=True):
+                assert torch.equal(got, expected) and got.stride() == expected.stride() and got.dtype == expected.dtype
+    assert len(calls) == 8
 
 
 def test_layers_that_are_not_served(calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:

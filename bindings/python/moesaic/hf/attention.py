@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from moesaic.hf.operators import autocast_keeps
+from moesaic.hf.operators import product_dtype
 from moesaic.nn import functional
 from moesaic.nn.attention import MANY_QUERIES, is_served
 
@@ -58,6 +58,8 @@ def attention_forward(
             **kwargs,
         )
         return found
+    if torch.is_autocast_enabled("cpu"):  # what it does before PyTorch's own
+        query, key, value = (t.to(product_dtype(t.dtype)) for t in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     number = scaling is None or (isinstance(scaling, (int, float)) and math.isfinite(scaling))
     plain = (
@@ -84,7 +86,7 @@ def attention_forward(
 
 
 def _may_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    if torch.compiler.is_compiling() or not autocast_keeps(query.dtype):
+    if torch.compiler.is_compiling():
         return False
     if any(not t.is_cpu or t.dtype != query.dtype or t.dim() != 4 for t in (query, key, value)):
         return False
@@ -200,8 +202,8 @@ def serve(module: nn.Module) -> str | None:
     if not _only_looks_up(type(module)):  # type: ignore[arg-type]
         return "its class does not use the name of its attention to look a function up, or not for that alone"
     dtype = next((p.dtype for p in module.parameters()), None)
-    if dtype != torch.bfloat16:
-        return f"its weights are {str(dtype).removeprefix('torch.')}; expected bfloat16"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"its weights are {str(dtype).removeprefix('torch.')}; expected bfloat16 or float32"
     own = copy.copy(config)
     own._attn_implementation_internal = _NAME  # without what it does to configurations inside of this one
     module.__dict__[_KEPT] = config

@@ -65,7 +65,7 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
 
     BERT's and RoBERTa's output layers (dense, residual, LayerNorm) and intermediate layers (dense, GELU), ViT's FFN,
     the dense FFN of decoders (gate, up, SiLU, down), layer and RMS norms, the projections of attention layers and,
-    where it does not train, to the vocabulary, and in bf16 the attention itself, where transformers is set to "sdpa",
+    where it does not train, to the vocabulary; in bf16 the attention itself, where transformers is set to "sdpa",
     of encoders and of decoders, that train or generate (`moesaic.nn.functional.attention`); rotary embeddings of
     queries and keys (`moesaic.nn.functional.rotary`); and the loss of causal language models
     (`moesaic.nn.functional.log_probs`). The losses of TRL's trainers read the weights of the projection to the
@@ -75,13 +75,15 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
     A module's forward is replaced only if it and the operator agree on a probe; attention is looked up in each call by
     transformers itself, and not probed, nor are losses. Rotary embeddings have PyTorch's bits, and are tried as well;
     few tokens are PyTorch's. A module keeps its parameters and its state_dict; the packed weights are a second copy,
-    packed anew when the parameters change (as `moesaic.nn.PackedLinear` does). Adapters of PEFT, put on before or
-    after, are computed too: in bf16 by the engine, but where dropout is active and, of projections, where they were put
-    on after or stand before the vocabulary. After PEFT has taken its layers out (`merge_and_unload`), fuse again.
+    packed anew when the parameters change (as `moesaic.nn.PackedLinear` does). Under autocast to bf16, as TRL trains, a
+    model in fp32 has its products and attention in bf16, as in PyTorch; the first such call packs its weights in bf16.
+    Adapters of PEFT, put on before or after, are computed too: of products in bf16 by the engine, but where dropout is
+    active and, of projections, where they were put on after or stand before the vocabulary. After PEFT has taken its
+    layers out (`merge_and_unload`), fuse again.
 
     In every call the module's own forward, or transformers' own attention, still runs where the operator may not:
-    dropout, autocast to another dtype, torch.compile, `torch.func`, another dtype or device, hooks on a layer inside, a
-    variant of LoRA.
+    dropout, autocast to fp16, torch.compile, `torch.func`, another dtype or device, hooks on a layer inside, a variant
+    of LoRA.
 
     Args:
         model: a transformers model, or any module.
@@ -105,7 +107,7 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
             continue
         if attention:
             served = []
-            for serve, what in ((attention_layers.serve, "attention"), (rotary.serve, "rotary")):
+            for serve, what in ((attention_layers.serve, _attention(module)), (rotary.serve, "rotary")):
                 refused = serve(module)
                 if refused is None:
                     served.append(what)
@@ -138,6 +140,12 @@ def unfuse(model: nn.Module) -> int:
             del module.__dict__["forward"]
             count += 1
     return count
+
+
+def _attention(module: nn.Module) -> str:
+    """What a report calls the attention of `module`."""
+    weight = next(module.parameters(), None)
+    return "attention" if weight is None or weight.dtype == torch.bfloat16 else "attention under autocast to bf16"
 
 
 def _operator(

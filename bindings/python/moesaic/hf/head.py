@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from moesaic import forward_mode
-from moesaic.hf.operators import Dense
+from moesaic.hf.operators import Dense, product_dtype
 from moesaic.nn.log_probs import TokenLogProbs, log_probs_of
 
 __all__ = ["Head", "find_head"]
@@ -73,11 +73,15 @@ class Head(Dense):
         module = self.module
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         fits = x.dim() == 2 and targets.shape == x.shape[:1] and targets.dtype == torch.int64 and targets.is_cpu
-        if trains or not fits or x.dtype != module.weight.dtype or forward_mode.is_on() or not self._may_run((x,)):
+        if trains or not fits or forward_mode.is_on() or not self._may_run((x,)):
+            return None
+        if x.dtype != module.weight.dtype and not torch.is_autocast_enabled("cpu"):
             return None
         if not ((targets >= 0) & (targets < module.out_features)).all():
             return None  # for TRL they mean something else
-        return log_probs_of(x, self._pack("weight", [module], ((),)).packed(), module.bias, targets, scale)
+        x = x.to(product_dtype(x.dtype))
+        packed = self._pack("weight", [module], ((),), x.dtype).packed()
+        return log_probs_of(x, packed, module.bias, targets, scale)
 
 
 def find_head(model: nn.Module) -> nn.Module | None:

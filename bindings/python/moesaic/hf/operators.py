@@ -2,12 +2,14 @@
 in.
 
 An operator takes the place of one module's ``forward``. The module, its parameters and its state_dict stay as they are.
-In every call it looks whether it may compute what the module would (dropout, autocast to another dtype, transforms of
-`torch.func`, hooks, adapters); if not, the module's own forward does.
+In every call it looks whether it may compute what the module would (dropout, transforms of `torch.func`, hooks,
+adapters); if not, the module's own forward does. Under autocast products are taken in its dtype, as PyTorch's are: the
+weights are packed in that.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +23,15 @@ from moesaic.nn import PackedLinear, checked, functional
 from moesaic.nn.autograd import Fusion
 from moesaic.nn.linear import fingerprint
 
-__all__ = ["OPERATORS", "Operator", "autocast_keeps"]
+__all__ = ["OPERATORS", "Operator", "product_dtype"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
-def autocast_keeps(dtype: torch.dtype) -> bool:
-    """Whether autocast, if it is on, computes what comes in `dtype` in `dtype`: norms, gates and activations keep what
-    they get, and products are taken in autocast's own."""
-    return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") == dtype
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype PyTorch takes a product of what comes in `dtype`: in autocast's, if it is on. Norms, gates and
+    activations keep what they get."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else dtype
 
 
 class Operator(ABC):
@@ -106,9 +108,8 @@ class Operator(ABC):
             and not torch._C._are_functorch_transforms_active()
             and isinstance(first, torch.Tensor)
             and first.is_cpu
-            and autocast_keeps(first.dtype)
-            and first.dtype in _DTYPES
-            and all(isinstance(a, torch.Tensor) and a.dtype == first.dtype for a in args[1:])
+            and product_dtype(first.dtype) in _DTYPES
+            and all(isinstance(a, torch.Tensor) and a.dtype in _DTYPES for a in args)
             and all(not _hooked(layer) for layer in self.module.children())
         )
 
@@ -122,13 +123,15 @@ class Operator(ABC):
         norm: Any = None,
     ) -> torch.Tensor | None:
         """The layers side by side, as one GEMM with their adapters, and what follows it."""
+        dtypes = _DTYPES if torch.is_autocast_enabled("cpu") else (x.dtype,)
+        x = x.to(product_dtype(x.dtype))
         bases: list[nn.Linear] = []
         adapters: list[_Adapters] = []
         for layer in layers:
             base = getattr(layer, "base_layer", layer)
             added = _adapters(layer, x)
             # Hooks of the module itself run around this call.
-            if type(base) is not nn.Linear or base.weight.dtype != x.dtype or added is None:
+            if type(base) is not nn.Linear or base.weight.dtype not in dtypes or added is None:
                 return None
             if base is not self.module and _hooked(base):
                 return None
@@ -146,23 +149,30 @@ class Operator(ABC):
         gamma, beta = (None, None) if norm is None else (norm.weight, norm.bias)
         # PEFT merges through `.data`, of which nothing tells but the samples of a fingerprint.
         merged = tuple(tuple(getattr(layer, "merged_adapters", ())) for layer in layers)
-        packed = self._pack(key, bases, merged)
+        packed = self._pack(key, bases, merged, x.dtype)
         # Not kept with the weights: other threads use them meanwhile, and in other graphs.
         biases: list[torch.Tensor] = [base.bias for base in bases]
         bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
         return checked.linear(fusion or Fusion(), x, packed, residual, gamma, beta, addend, lora, bias)
 
-    def _pack(self, key: str, bases: list[nn.Linear], merged: tuple[tuple[str, ...], ...]) -> PackedLinear:
+    def _pack(
+        self, key: str, bases: list[nn.Linear], merged: tuple[tuple[str, ...], ...], dtype: torch.dtype
+    ) -> PackedLinear:
+        """The weights in `dtype`. One copy is kept, that of the last call: whoever trains under autocast and then
+        generates without has them packed once more."""
         weights: list[torch.Tensor] = [base.weight for base in bases]
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-            return PackedLinear(weights[0] if len(weights) == 1 else torch.cat(weights))
-        state = (merged, *(fingerprint(weight) for weight in weights))
+            return PackedLinear(_one(weights).to(dtype))
+        state = (merged, dtype, *(fingerprint(weight) for weight in weights))
         kept = self._packed.get(key)
         if kept is None or kept[0] != state:
-            detached = [weight.detach() for weight in weights]
-            kept = (state, PackedLinear(detached[0] if len(detached) == 1 else torch.cat(detached)))
+            kept = (state, PackedLinear(_one(weights).detach().to(dtype)))
             self._packed[key] = kept
         return kept[1]
+
+
+def _one(weights: list[torch.Tensor]) -> torch.Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
 class AddNorm(Operator):
@@ -177,10 +187,17 @@ class AddNorm(Operator):
     def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
         x, residual = args
         module = self.module
+        norm = module.LayerNorm
         if not _inactive(module.dropout) or residual.shape[:-1] != x.shape[:-1]:
             return None
-        fusion = Fusion(norm="layernorm", eps=module.LayerNorm.eps)
-        return self._linear("dense", [module.dense], x, fusion, residual, module.LayerNorm)
+        if residual.dtype == product_dtype(x.dtype):
+            fusion = Fusion(norm="layernorm", eps=norm.eps)
+            return self._linear("dense", [module.dense], x, fusion, residual, norm)
+        if not torch.is_autocast_enabled("cpu") or residual.dtype != norm.weight.dtype:
+            return None
+        # Of a model in fp32 the sum is fp32 as well.
+        dense = self._linear("dense", [module.dense], x)
+        return None if dense is None else functional.layernorm(dense + residual, norm.weight, norm.bias, norm.eps)
 
     def probe(self) -> tuple[torch.Tensor, ...]:
         base = getattr(self.module.dense, "base_layer", self.module.dense)
@@ -303,14 +320,30 @@ class RmsNorm(Operator):
         return [self.module]
 
     def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
-        module = self.module
-        if module.weight.dtype != args[0].dtype:  # then the result has another type
+        (x,) = args
+        if self.module.weight.dtype == x.dtype:
+            return self._norm(x)
+        # Under autocast a projection gives bf16 where all weights are fp32.
+        if x.dtype != torch.bfloat16 or self._of_bf16 is None:
             return None
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        return functional.rmsnorm(args[0], module.weight, 0.0 if eps is None else eps)
+        return self._norm(x.to(self._of_bf16))
 
     def probe(self) -> tuple[torch.Tensor, ...]:
         return (_sample(self.module.weight, self.module.weight.shape[0]),)
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        eps = getattr(self.module, "variance_epsilon", getattr(self.module, "eps", None))
+        return functional.rmsnorm(x, self.module.weight, 0.0 if eps is None else eps)
+
+    @functools.cached_property
+    def _of_bf16(self) -> torch.dtype | None:
+        """What the module makes of bf16: most classes widen it, as their weights are, and some round; None if it is
+        something else."""
+        x = self.probe()[0].bfloat16()
+        with torch.no_grad():
+            stock = self.stock(x)
+            close = torch.allclose(stock.float(), self._norm(x.float()), rtol=1e-2, atol=1e-6)
+        return stock.dtype if close and stock.dtype in _DTYPES else None
 
 
 class Dense(Operator):

@@ -82,8 +82,10 @@ def _with_engine(forward: FunctionType) -> FunctionType:
 
     def turn(*args: Any, **kwargs: Any) -> _Pair:
         function = file[_NAME]  # as it is now: somebody may have replaced it
-        if len(args) == 4 and kwargs in ({}, {"unsqueeze_dim": 1}) and _may_run(*args) and _agrees(function):
-            q, k, cos, sin = args
+        plain = len(args) == 4 and kwargs in ({}, {"unsqueeze_dim": 1})
+        served = _served(*args) if plain and _agrees(function) else None
+        if served is not None:
+            q, k, cos, sin = served
             return engine.turned(q, cos, sin), engine.turned(k, cos, sin)
         pair: _Pair = function(*args, **kwargs)
         return pair
@@ -98,13 +100,16 @@ def _copy(function: FunctionType, names: dict[str, Any], cells: tuple[CellType, 
     return own
 
 
-def _may_run(q: Any, k: Any, cos: Any, sin: Any) -> bool:
+def _served(q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, ...] | None:
+    """What the engine is to turn; None where it may not."""
     if not all(isinstance(t, torch.Tensor) and t.dim() == 4 for t in (q, k)) or q.numel() + k.numel() < _FEW:
-        return False
+        return None
     # The heads of a token side by side, as a projection gives them and PyTorch's result would have them.
     if any(t.stride(3) != 1 or t.stride(1) != t.shape[3] for t in (q, k)):
-        return False
-    return engine.is_served(q, cos, sin) and engine.is_served(k, cos, sin)
+        return None
+    if getattr(cos, "dtype", None) == torch.float32:  # under autocast, of a model in fp32, projections are bf16
+        q, k = (t.float() if t.dtype == torch.bfloat16 else t for t in (q, k))
+    return (q, k, cos, sin) if engine.is_served(q, cos, sin) and engine.is_served(k, cos, sin) else None
 
 
 def serve(module: nn.Module) -> str | None:
