@@ -22,10 +22,12 @@ def _threads_as_before():
     torch.set_num_threads(torch_threads)
 
 
-def test_document(capsys):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_document(autocast, capsys):
     arguments = "step --model tiny --tokens 16 --rank 2 --reps 2 --warmup 1 --threads 1 --json"
-    assert cli.main(["bench", *arguments.split()]) == 0
+    assert cli.main(["bench", *arguments.split(), *(["--autocast"] if autocast else [])]) == 0
     document = json.loads(capsys.readouterr().out)
+    assert document["autocast"] is autocast
     assert (document["model"], document["tokens"], document["rank"], document["calls"]) == ("tiny", 16, 2, 2)
     assert document["host"]["threads"] == 1
     experts, others, step = document["experts_ms"], document["others_ms"], document["step_ms"]
@@ -36,6 +38,19 @@ def test_document(capsys):
     assert fused["min"] > 0 and fused["ratio"] == pytest.approx(step["median"] / fused["median"])
     assert 0 < experts["inside"]["max"] < step["max"] and experts["alone"]["min"] > 0
     assert 0 < others["with"]["min"] < step["min"] and others["without"]["min"] > 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_dtypes_of_a_step(autocast):
+    model = training_step.build_model(training_step.MODELS["tiny"], 2, torch.float32 if autocast else None)
+    seen = set()
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_hook(lambda _, __, out: seen.add(out[0].dtype))
+        if name.endswith("input_layernorm"):
+            module.register_forward_hook(lambda _, __, out: seen.add(("norm", out.dtype)))
+    training_step.TrainingStep(model, 16, autocast).run()
+    assert seen == {torch.bfloat16, ("norm", torch.float32 if autocast else torch.bfloat16)}
 
 
 def test_for_people(capsys):

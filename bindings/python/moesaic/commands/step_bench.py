@@ -48,6 +48,11 @@ def add_parser(benches: Any) -> None:
         parser.add_argument(
             f"--{name}", type=options.positive, default=default, metavar="N", help=f"{what} (default {default})"
         )
+    parser.add_argument(
+        "--autocast",
+        action="store_true",
+        help="weights in fp32, and autocast to bf16, as TRL's trainers have models that they load by name",
+    )
     parser.add_argument("--threads", type=options.threads, metavar="N", help="default: as the engine chooses")
     options.add_json(parser)
     parser.set_defaults(run=run)
@@ -84,13 +89,13 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
     torch.set_num_threads(moesaic.get_num_threads())
     progress("building the model")
     try:
-        model = build_model(MODELS[args.model], args.rank)
+        model = build_model(MODELS[args.model], args.rank, torch.float32 if args.autocast else torch.bfloat16)
     except ImportError as error:
         raise CommandError(
             f"bench step needs transformers and PEFT (pip install 'transformers>=5.7' 'peft>=0.19'): {error}"
         ) from None
 
-    step = TrainingStep(model, args.tokens)
+    step = TrainingStep(model, args.tokens, args.autocast)
 
     def timed() -> tuple[float, float]:
         """Milliseconds of a step, and its loss."""
@@ -139,6 +144,7 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
         "model": args.model,
         "tokens": args.tokens,
         "rank": args.rank,
+        "autocast": args.autocast,
         "calls": len(step.calls),
         "step_ms": _summary(total),
         "fused_step_ms": {
@@ -226,6 +232,7 @@ def _show(document: dict[str, Any]) -> None:
     tables.heading(f"{host['cpu']}, {host['isa']}, {host['threads']} threads")
     title = (
         f"{document['model']}, {document['tokens']} tokens, rank {document['rank']}, {document['calls']} experts blocks"
+        f"{', fp32 under autocast to bf16' if document['autocast'] else ''}"
     )
     tables.table(title, ["ms", "min", "median", "mean", "std", "max"], rows)
     tables.table(

@@ -69,12 +69,13 @@ class RecordedCall:
     d_out: torch.Tensor | None = None
 
 
-def build_model(sizes: Mapping[str, Any], rank: int) -> nn.Module:
-    """A model with random weights in bf16, packed experts, and LoRA on attention and experts.
+def build_model(sizes: Mapping[str, Any], rank: int, dtype: torch.dtype | None = None) -> nn.Module:
+    """A model with random weights, packed experts (in bf16), and LoRA on attention and experts.
 
     Args:
         sizes: one of MODELS, or others like them.
         rank: of the adapter.
+        dtype: of all other weights; None: bf16.
 
     Raises:
         ImportError: transformers or PEFT is missing.
@@ -86,7 +87,8 @@ def build_model(sizes: Mapping[str, Any], rank: int) -> nn.Module:
     import moesaic.hf
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**{**_COMMON, **sizes}), dtype=torch.bfloat16)
+    config = Qwen3MoeConfig(**{**_COMMON, **sizes})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.bfloat16)
     moesaic.hf.prepare(model, progress=False)
     config = LoraConfig(
         r=rank,
@@ -105,15 +107,17 @@ class TrainingStep:
     Args:
         model: as `build_model` makes it.
         tokens: in a step.
+        autocast: its forward under autocast to bf16.
 
     Attributes:
         calls: of the experts in one step, on the inputs and gradients that they had there.
     """
 
-    def __init__(self, model: nn.Module, tokens: int) -> None:
+    def __init__(self, model: nn.Module, tokens: int, autocast: bool = False) -> None:
         import torch
 
         self._model = model
+        self._autocast = autocast
         self._ids = torch.randint(_COMMON["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(0))
         self.run()  # gradients are there from now on, and the next ones are added to them
         self.calls: list[RecordedCall] = []
@@ -122,7 +126,10 @@ class TrainingStep:
 
     def run(self) -> float:
         """The step; its loss."""
-        loss = self._model(input_ids=self._ids, labels=self._ids).loss
+        import torch
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
+            loss = self._model(input_ids=self._ids, labels=self._ids).loss
         loss.backward()
         return float(loss.detach())
 
