@@ -21,7 +21,7 @@ constexpr std::int64_t kMostQueries = 64;
 /// Bytes of a thread's scratch memory that stay for the next call, at most: very many keys take more.
 constexpr std::int64_t kMostKept = 4 << 20;
 /// Queries of a segment, at least, but for a row's last one: short sequences are computed together, with a mask.
-constexpr std::int64_t kLeastQueries = 256;
+constexpr std::int64_t kLeastQueries = 128;
 
 /// One call of Attention(): the memory and the steps of its tasks.
 class AttentionRun {

@@ -154,6 +154,52 @@ def test_sft_trainer_wraps_the_model_itself(tmp_path: Path) -> None:
 
 
 @needs_peft_20
+def test_sft_trainer_that_loads_the_model_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name, in fp32, to be trained under autocast to bf16 and evaluated."""
+    from moesaic import _core
+
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    seen: list[torch.dtype] = []
+    compute = _core.attention
+    monkeypatch.setattr(_core, "attention", lambda q, *a, **k: seen.append(q.dtype) or compute(q, *a, **k))
+    build(num_hidden_layers=2).save_pretrained(str(tmp_path / "model"))
+    rows = [{"text": " ".join(f"w{3 + (n + i) % 7}" for i in range(20))} for n in range(16)]
+    losses: dict[str, list[float]] = {}
+    for way in ("stock", "engine"):
+        trainer = trl.SFTTrainer(
+            model=str(tmp_path / "model"),
+            args=trl.SFTConfig(
+                output_dir=str(tmp_path / way),
+                use_cpu=True,
+                max_steps=3,
+                learning_rate=4e-3,
+                logging_steps=1,
+                eval_strategy="steps",
+                eval_steps=1,
+                report_to="none",
+                disable_tqdm=True,
+                save_strategy="no",
+            ),
+            train_dataset=datasets.Dataset.from_list(rows),
+            eval_dataset=datasets.Dataset.from_list(rows[:8]),
+            processing_class=tokenizer(),
+            peft_config=peft.LoraConfig(
+                target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"], r=4
+            ),
+        )
+        assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+        if way == "engine":
+            moesaic.hf.prepare(trainer.model, progress=False)
+            moesaic.hf.fuse(trainer.model)
+        trainer.train()
+        losses[way] = [
+            entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss") if key in entry
+        ]
+    assert len(losses["engine"]) == 6 and len(seen) > 0 and set(seen) == {torch.bfloat16}
+    assert losses["engine"] == [pytest.approx(loss, rel=0.01) for loss in losses["stock"]]
+
+
+@needs_peft_20
 def test_training_changes_what_is_computed_and_saved(tmp_path: Path) -> None:
     engine = build()
     moesaic.hf.prepare(engine, progress=False)

@@ -26,11 +26,11 @@ OTHERS_BAR = 1.02
 LOSS_TOLERANCE = 1e-2
 
 _DESCRIPTION = """\
-Trains a small Qwen3-MoE with random weights through transformers and PEFT (LoRA on attention and experts, bf16, no
-checkpointing), and takes turns between a step (forward and backward), the same step with experts that compute
-nothing, the experts' calls of that step alone, on the same inputs, and the step after moesaic.hf.fuse. inside / alone:
-the engine's time. with / without: what the step takes besides. plain / fused: the whole step, whose losses must agree
-within 1%, else it exits 1."""
+Trains a small Qwen3-MoE with random weights through transformers and PEFT (LoRA on attention and experts, no
+checkpointing; bf16, or fp32 under autocast to bf16), and takes turns between a step (forward and backward), the same
+step with experts that compute nothing, the experts' calls of that step alone, on the same inputs, and the step after
+moesaic.hf.fuse. inside / alone: the engine's time. with / without: what the step takes besides. plain / fused: the
+whole step, whose losses must agree within 1%, else it exits 1."""
 
 _TOKENS, _REPS, _WARMUP, _RANK = 512, 10, 3, 16
 
