@@ -3,6 +3,7 @@ takes in bf16, and everything else is fp32 as it was."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,11 @@ def run(model: nn.Module, given: dict[str, torch.Tensor], dtype: torch.dtype | N
     return {"": out.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def operators_of(model: nn.Module) -> list[Any]:
+    found = [module.__dict__.get("forward") for module in model.modules()]
+    return [operator for operator in found if isinstance(operator, operators.Operator)]
+
+
 def compared(
     fused: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
 ) -> list[float]:
@@ -90,7 +96,7 @@ def test_as_near_to_the_truth_as_pytorch(name: str, computed: list[tuple[str, to
     stock = run(model, given, torch.bfloat16)
     report = moesaic.hf.fuse(model)
     run(model, given, torch.bfloat16)  # norms look at what they replace
-    used = [m.__dict__["forward"] for m in model.modules() if isinstance(m.__dict__.get("forward"), operators.Operator)]
+    used = operators_of(model)
     for operator in used:
         if operator.name != "layernorm" and type(operator).__name__ != "Head":  # which trains here
             operator.stock = None  # not called
@@ -108,7 +114,7 @@ def test_as_near_to_the_truth_as_pytorch(name: str, computed: list[tuple[str, to
     assert max(ratios) < 3 and torch.tensor(ratios).log().mean().exp() < 1.15
 
 
-def test_adapters(computed: list[tuple[str, torch.dtype]]) -> None:
+def test_adapters() -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     targets = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
@@ -117,6 +123,10 @@ def test_adapters(computed: list[tuple[str, torch.dtype]]) -> None:
     exact = run(model, given, None)
     stock = run(model, given, torch.bfloat16)
     moesaic.hf.fuse(model)
+    run(model, given, torch.bfloat16)  # norms look at what they replace
+    for operator in operators_of(model):
+        if type(operator).__name__ != "Head":
+            operator.stock = None  # not called
     fused = run(model, given, torch.bfloat16)
     assert fused.keys() == stock.keys() and len(fused) == 1 + 2 * 2 * 7
     assert all(values.dtype == stock[n].dtype for n, values in fused.items())
@@ -140,11 +150,12 @@ def test_in_turn_with_fp32_and_with_fp16(computed: list[tuple[str, torch.dtype]]
                 narrow = output(model, given)
             assert narrow.dtype == torch.bfloat16 and error(narrow, exact) < 1.2 * error(stock, exact)
         projection = model.model.layers[0].self_attn.q_proj
-        packed = projection.__dict__["forward"].packed_bytes
+        output(model, given)
+        wide_bytes = projection.__dict__["forward"].packed_bytes
         projection.weight.mul_(-50)  # what is packed in bf16 sees it, too
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert error(output(model, given), exact) > 0.01
-        assert projection.__dict__["forward"].packed_bytes == packed  # one copy
+        assert projection.__dict__["forward"].packed_bytes == wide_bytes / 2  # one copy
         computed.clear()
         with torch.autocast("cpu", dtype=torch.float16):
             half = projection(torch.randn(4, 64))
@@ -204,3 +215,100 @@ def test_losses_of_trl() -> None:
     assert "gemm" in fused[2] and fused[0].dtype == stock[0].dtype and fused[1].dtype == torch.float32
     assert error(fused[0], exact[0]) < 1.2 * error(stock[0], exact[0])
     assert error(fused[1], exact[1]) < 2**-8  # gradients of logits and of x are rounded to bf16
+
+
+def test_generation(computed: list[tuple[str, torch.dtype]]) -> None:
+    """Token by token behind a prompt, with a cache of keys in fp32 and values in bf16, as PyTorch has them there."""
+    torch.manual_seed(0)
+    model = qwen3_moe(head_dim=32).eval()
+    ids = torch.randint(3, 50, (2, 26))
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+    def logits() -> torch.Tensor:
+        cache, steps = None, []
+        for begin, end in [(0, 24), (24, 25), (25, 26)]:
+            step = model(input_ids=ids[:, begin:end], **{name: cache}, use_cache=True)
+            cache = step[name]
+            steps.append(step.logits[:, -1])
+        return torch.stack(steps)
+
+    with torch.no_grad():
+        exact = logits()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            stock = logits()
+            moesaic.hf.fuse(model)
+            computed.clear()
+            fused = logits()
+    assert fused.dtype == stock.dtype and error(fused, exact) < 1.2 * error(stock, exact)
+    attention = [(what, dtype) for what, dtype in computed if what != "rotary"]
+    assert attention == 2 * [("attention", torch.bfloat16)] + 4 * [("few_queries_attention", torch.bfloat16)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool) -> None:
+    """What runs again inside of backward runs under the same autocast, and has the same bits."""
+    torch.manual_seed(0)
+    model = qwen3().train()
+    given = given_to(model)
+    moesaic.hf.fuse(model)
+    expected = run(model, given, torch.bfloat16)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    found = run(model, given, torch.bfloat16)
+    assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+def test_regions_without_autocast_inside() -> None:
+    model = bert().eval()
+    layer = model.encoder.layer[0].intermediate
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        exact = layer(x)
+        moesaic.hf.fuse(model)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
+            found = layer(x)
+    assert found.dtype == torch.float32 and error(found, exact) < 1e-6
+
+
+def test_a_residual_in_bf16() -> None:
+    """As the output of a product under autocast: the sum is bf16, and its norm's weights are fp32."""
+    layer = bert().eval().encoder.layer[0].output
+    x, residual = torch.randn(5, 96).bfloat16(), torch.randn(5, 64).bfloat16()
+    with torch.no_grad():
+        exact = layer(x.float(), residual.float())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            stock = layer(x, residual)
+            moesaic.hf.fuse(layer)
+            layer.__dict__["forward"].stock = None
+            found = layer(x, residual)
+    assert found.dtype == stock.dtype and error(found, exact) < 1.2 * error(stock, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_models_that_are_converted_afterwards(dtype: torch.dtype) -> None:
+    """To what the engine does not compute: PyTorch does, and does not round fp64 under autocast."""
+    torch.manual_seed(0)
+    model = qwen3().eval()
+    given = given_to(model)
+    moesaic.hf.fuse(model)
+    model.to(dtype)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found = output(model, given)
+        moesaic.hf.unfuse(model)
+        stock = output(model, given)
+    assert found.dtype == stock.dtype and error(found, stock) < (1e-2 if dtype == torch.float16 else 1e-12)
+
+
+def test_traced_and_on_another_device() -> None:
+    """A trace holds PyTorch's own operators; norms are tried on the CPU, whatever the default device is."""
+    model = qwen3().eval().requires_grad_(False)  # PyTorch traces no others under autocast
+    x = torch.randn(4, 64)
+    projection, norm = model.model.layers[0].self_attn.q_proj, model.model.norm
+    moesaic.hf.fuse(model)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert error(torch.jit.trace(projection, (x,))(x), projection(x)) < 1e-2
+        assert error(torch.jit.trace(norm, (x.bfloat16(),))(x.bfloat16()), norm(x.bfloat16())) < 1e-2
+    other = qwen3().eval()
+    moesaic.hf.fuse(other)
+    with torch.no_grad(), torch.device("meta"):
+        assert other.model.norm(x.bfloat16()).dtype == torch.float32

@@ -152,6 +152,43 @@ def test_what_is_kept_and_why() -> None:
         moesaic.hf.fuse(1)  # type: ignore[arg-type]
 
 
+def test_norms_of_small_rows() -> None:
+    """What is added to the squares counts, also where it is PyTorch's own choice; a class that has it by another name
+    is left alone."""
+
+    class OtherRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.small = nn.Parameter(torch.ones(64)), 1e-3
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.small)
+
+    x = torch.randn(4, 64) * torch.tensor([1.0, 1e-2, 1e-4, 0.0])[:, None]
+    norm, other = nn.RMSNorm(64), OtherRMSNorm()
+    expected = norm(x)
+    assert len(moesaic.hf.fuse(nn.Sequential(norm)).replaced) == 1
+    torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-5)
+    (kept,) = moesaic.hf.fuse(nn.Sequential(other)).kept
+    assert "computes something else" in kept.reason
+
+
+def test_layers_that_do_not_go_together() -> None:
+    """They are kept, and the rest of the model is fused."""
+    model = qwen3().eval()
+    model.model.layers[0].mlp.up_proj.bfloat16()
+    report = moesaic.hf.fuse(model)
+    reasons = {m.name: m.reason for m in report.kept}
+    assert reasons["model.layers.0.mlp"] == "its layers are of kinds or dtypes that do not go together here"
+    assert "model.layers.1.mlp" in {m.name for m in report.replaced}
+    unbiased = bert()
+    for layer in unbiased.encoder.layer:
+        layer.output.LayerNorm = nn.LayerNorm(64, bias=False)
+    report = moesaic.hf.fuse(unbiased)
+    assert sum(m.operator == "gemm_bias_add_layernorm" for m in report.replaced) == 2
+    assert sum(m.operator == "layernorm" for m in report.replaced) == 3
+
+
 def test_a_fused_model_in_another_process(tmp_path: Path) -> None:
     model = bert().bfloat16().eval()
     moesaic.hf.fuse(model)

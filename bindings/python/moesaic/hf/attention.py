@@ -58,7 +58,7 @@ def attention_forward(
             **kwargs,
         )
         return found
-    if torch.is_autocast_enabled("cpu"):  # what it does before PyTorch's own
+    if torch.is_autocast_enabled("cpu") and query.is_cpu:  # what it does before PyTorch's own
         query, key, value = (t.to(product_dtype(t.dtype)) for t in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     number = scaling is None or (isinstance(scaling, (int, float)) and math.isfinite(scaling))

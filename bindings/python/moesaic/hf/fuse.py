@@ -73,13 +73,14 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
     Logits must not be written to between a loss and its backward.
 
     A module's forward is replaced only if it and the operator agree on a probe; attention is looked up in each call by
-    transformers itself, and not probed, nor are losses. Rotary embeddings have PyTorch's bits, and are tried as well;
-    few tokens are PyTorch's. A module keeps its parameters and its state_dict; the packed weights are a second copy,
-    packed anew when the parameters change (as `moesaic.nn.PackedLinear` does). Under autocast to bf16, as TRL trains, a
-    model in fp32 has its products and attention in bf16, as in PyTorch; the first such call packs its weights in bf16.
-    Adapters of PEFT, put on before or after, are computed too: of products in bf16 by the engine, but where dropout is
-    active and, of projections, where they were put on after or stand before the vocabulary. After PEFT has taken its
-    layers out (`merge_and_unload`), fuse again.
+    transformers itself, and not probed, nor are losses. Rotary embeddings have PyTorch's bits in forward, and are tried
+    as well; few tokens are PyTorch's. A module keeps its parameters and its state_dict; the packed weights are a second
+    copy, packed anew when the parameters change (as `moesaic.nn.PackedLinear` does). Under autocast to bf16, as TRL
+    trains, a model in fp32 has its products and attention in bf16, as in PyTorch; the first such call packs its weights
+    in bf16, and the next one without autocast, as GRPO generates, in fp32 again. Adapters of PEFT, put on before or
+    after, are computed too: of products in bf16 by the engine, but where dropout is active and, of projections, where
+    they were put on after or stand before the vocabulary. After PEFT has taken its layers out (`merge_and_unload`),
+    fuse again.
 
     In every call the module's own forward, or transformers' own attention, still runs where the operator may not:
     dropout, autocast to fp16, torch.compile, `torch.func`, another dtype or device, hooks on a layer inside, a variant
@@ -179,12 +180,13 @@ def _refusal(operator: Operator) -> str | None:
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             probe = operator.probe()
-            fused, stock = operator.fused(*probe), operator.stock(*probe)
+            fused = operator.fused(*probe)
+            if fused is None:
+                return "its layers are of kinds or dtypes that do not go together here"
+            stock = operator.stock(*probe)
     finally:
         for m in training:
             m.training = True
-    if fused is None:
-        return "its layers are of kinds or dtypes that do not go together here"
     if fused.dtype != stock.dtype or fused.shape != stock.shape:
         return f"its result is {stock.dtype} {list(stock.shape)}; the operator gives {fused.dtype} {list(fused.shape)}"
     distance = float((fused.double() - stock.double()).norm() / stock.double().norm().clamp_min(1e-30))

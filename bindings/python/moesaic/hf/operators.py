@@ -29,9 +29,10 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype PyTorch takes a product of what comes in `dtype`: in autocast's, if it is on. Norms, gates and
-    activations keep what they get."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else dtype
+    """In which dtype PyTorch takes a product of what comes in `dtype`: in autocast's, if it is on, but for fp64. Norms,
+    gates and activations keep what they get."""
+    converts = torch.is_autocast_enabled("cpu") and dtype != torch.float64
+    return torch.get_autocast_dtype("cpu") if converts else dtype
 
 
 class Operator(ABC):
@@ -102,14 +103,13 @@ class Operator(ABC):
         return sum(packed.weight_bytes for _, packed in self._packed.values())
 
     def _may_run(self, args: tuple[Any, ...]) -> bool:
-        first = args[0] if args else None
         return (
             not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             and not torch._C._are_functorch_transforms_active()
-            and isinstance(first, torch.Tensor)
-            and first.is_cpu
-            and product_dtype(first.dtype) in _DTYPES
-            and all(isinstance(a, torch.Tensor) and a.dtype in _DTYPES for a in args)
+            and len(args) > 0
+            and all(type(a) in (torch.Tensor, nn.Parameter) and a.is_cpu and a.dtype in _DTYPES for a in args)
+            and product_dtype(args[0].dtype) in _DTYPES
             and all(not _hooked(layer) for layer in self.module.children())
         )
 
@@ -158,8 +158,8 @@ class Operator(ABC):
     def _pack(
         self, key: str, bases: list[nn.Linear], merged: tuple[tuple[str, ...], ...], dtype: torch.dtype
     ) -> PackedLinear:
-        """The weights in `dtype`. One copy is kept, that of the last call: whoever trains under autocast and then
-        generates without has them packed once more."""
+        """The weights in `dtype`. One copy is kept, that of the last call: whoever trains under autocast and generates
+        without, in turn, has them packed anew each time."""
         weights: list[torch.Tensor] = [base.weight for base in bases]
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
             return PackedLinear(_one(weights).to(dtype))
@@ -182,7 +182,8 @@ class AddNorm(Operator):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return _has(module, dense=_is_linear, LayerNorm=_is_layer_norm, dropout=_is_dropout) and _takes(module, 2)
+        has = _has(module, dense=_is_linear, LayerNorm=_is_biased_layer_norm, dropout=_is_dropout)
+        return has and _takes(module, 2)
 
     def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
         x, residual = args
@@ -321,19 +322,20 @@ class RmsNorm(Operator):
 
     def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
         (x,) = args
-        if self.module.weight.dtype == x.dtype:
-            return self._norm(x)
-        # Under autocast a projection gives bf16 where all weights are fp32.
-        if x.dtype != torch.bfloat16 or self._of_bf16 is None:
-            return None
-        return self._norm(x.to(self._of_bf16))
+        dtypes = self.module.weight.dtype, x.dtype
+        if dtypes == (torch.float32, torch.bfloat16):  # under autocast, of what a projection gives
+            return None if self._of_bf16 is None else self._norm(x.to(self._of_bf16))
+        return self._norm(x) if dtypes[0] == dtypes[1] else None
 
     def probe(self) -> tuple[torch.Tensor, ...]:
-        return (_sample(self.module.weight, self.module.weight.shape[0]),)
+        """Rows so small that what is added to their squares counts, and one of zeros."""
+        rows = _sample(self.module.weight, self.module.weight.shape[0])
+        return (rows * torch.tensor([1, 1e-2, 1e-4, 0], dtype=rows.dtype, device="cpu")[:, None],)
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         eps = getattr(self.module, "variance_epsilon", getattr(self.module, "eps", None))
-        return functional.rmsnorm(x, self.module.weight, 0.0 if eps is None else eps)
+        # As torch.nn.RMSNorm takes None.
+        return functional.rmsnorm(x, self.module.weight, torch.finfo(torch.float32).eps if eps is None else eps)
 
     @functools.cached_property
     def _of_bf16(self) -> torch.dtype | None:
@@ -380,6 +382,10 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _is_layer_norm(module: nn.Module) -> bool:
     return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.weight is not None
+
+
+def _is_biased_layer_norm(module: nn.Module) -> bool:
+    return _is_layer_norm(module) and module.bias is not None
 
 
 def _is_dropout(module: nn.Module) -> bool:
@@ -512,8 +518,8 @@ def _name_of(activation: Any) -> str:
 
 
 def _sample(like: torch.Tensor, features: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(features)
-    return torch.randn(4, features, generator=generator).to(like.dtype)
+    generator = torch.Generator("cpu").manual_seed(features)
+    return torch.randn(4, features, generator=generator, dtype=torch.float32, device="cpu").to(like.dtype)
 
 
 def _dtype(tensor: torch.Tensor) -> str:
