@@ -152,13 +152,20 @@ bool HasSlots(const TensorView& hidden, const TensorView& top_k) {
          (top_k.shape[1] == 0 || top_k.shape[0] <= std::numeric_limits<std::int32_t>::max() / top_k.shape[1]);
 }
 
-moe::LayerConfig ConfigOf(const std::string& weight_format, const TensorView& gate_up, const TensorView& down) {
+Gate GateOf(const std::string& activation) {
+  if (activation == "silu") return Gate::kSilu;
+  if (activation == "gelu_tanh") return Gate::kGeluTanh;
+  throw std::invalid_argument("activation is \"" + activation + "\"; expected \"silu\" or \"gelu_tanh\"");
+}
+
+moe::LayerConfig ConfigOf(const std::string& weight_format, const TensorView& gate_up, const TensorView& down,
+                          const std::string& activation) {
   if (weight_format != "bf16") throw std::invalid_argument("weight_format is \"" + weight_format + "\"; expected \"bf16\"");
   if (gate_up.rank != 3 || down.rank != 3) {
     throw std::invalid_argument("gate_up_proj and down_proj have " + std::to_string(gate_up.rank) + " and " +
                                 std::to_string(down.rank) + " dimensions; expected shapes [E, 2I, H] and [E, H, I]");
   }
-  return {gate_up.shape[0], gate_up.shape[2], down.shape[2]};
+  return {gate_up.shape[0], gate_up.shape[2], down.shape[2], GateOf(activation)};
 }
 
 /// A forward whose arguments are read and whose results are torch tensors already; Run() has the engine fill them.
@@ -232,11 +239,12 @@ class ForwardCall {
 
 class Layer {
  public:
-  Layer(const std::string& weight_format, const py::object& gate_up_proj, const py::object& down_proj) {
+  Layer(const std::string& weight_format, const py::object& gate_up_proj, const py::object& down_proj,
+        const std::string& activation) {
     UsesTorch torch;
     const TensorView gate_up = ViewOf(gate_up_proj, {"gate_up_proj"}, kWeightTypes);
     const TensorView down = ViewOf(down_proj, {"down_proj"}, kWeightTypes);
-    const moe::LayerConfig config = ConfigOf(weight_format, gate_up, down);
+    const moe::LayerConfig config = ConfigOf(weight_format, gate_up, down, activation);
     torch.End();
     const py::gil_scoped_release unlocked;
     layer_ = std::make_shared<moe::ExpertsLayer>(config, gate_up, down, threadpool::Pool::Default());
@@ -346,8 +354,8 @@ void BindLayer(py::module_& module) {
   using py::arg;
   py::class_<ForwardCall>(module, "ForwardCall").def("run", &ForwardCall::Run);
   py::class_<Layer>(module, "Layer")
-      .def(py::init<const std::string&, const py::object&, const py::object&>(), arg("weight_format"), arg("gate_up_proj"),
-           arg("down_proj"))
+      .def(py::init<const std::string&, const py::object&, const py::object&, const std::string&>(), arg("weight_format"),
+           arg("gate_up_proj"), arg("down_proj"), arg("activation"))
       .def_property_readonly("num_experts", [](const Layer& self) { return self.layer().config().num_experts; })
       .def_property_readonly("hidden_size", [](const Layer& self) { return self.layer().config().hidden_size; })
       .def_property_readonly("intermediate_size", [](const Layer& self) { return self.layer().config().intermediate_size; })

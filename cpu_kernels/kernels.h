@@ -11,6 +11,7 @@
 #include <span>
 
 #include "cpu_kernels/fused/fused_kernels.h"
+#include "cpu_kernels/gate.h"
 #include "cpu_kernels/gemm/tiles.h"
 #include "cpu_kernels/sampling/sampling_kernels.h"
 #include "cpu_kernels/tensor_view.h"
@@ -141,9 +142,10 @@ MOESAIC_INLINE std::int64_t SavedPosition(std::int64_t i, std::int64_t t, std::i
   return first * rows + i * (tokens - first < 16 ? tokens - first : 16) + t - first;
 }
 
-/// Z = silu(G) * U for 32 rows of I (a block), from the transposed results of the direct form. Tiles have zeros beyond the rows
-/// and tokens that there are; panels without any are left alone.
+/// Z = f(G) * U for 32 rows of I (a block), with f of the gate, from the transposed results of the direct form. Tiles have
+/// zeros beyond the rows and tokens that there are; panels without any are left alone.
 struct SwigluForwardArgs {
+  Gate activation = Gate::kSilu;
   const float* gate = nullptr;  ///< [32][ld] G^T
   const float* up = nullptr;    ///< [32][ld] U^T
   std::int64_t ld = 0;
@@ -156,9 +158,10 @@ struct SwigluForwardArgs {
 };
 
 /// For 32 rows of I, with g, u from the saved state and w the routing weight of a token:
-///   Z = silu(g) u    dw[t] += sum over i dZ0 Z    dZ = w dZ0    dU = dZ silu(g)    dG = dZ u sigma(g) (1 + g (1 - sigma(g)))
+///   Z = f(g) u    dw[t] += sum over i dZ0 Z    dZ = w dZ0    dU = dZ f(g)    dG = dZ u sigma(y) (1 + g (1 - sigma(y)) y')
 /// Tiles as in forward; of transposes all tile columns with tokens are filled.
 struct SwigluBackwardArgs {
+  Gate activation = Gate::kSilu;
   const float* d_z = nullptr;  ///< [32][ld] dZ0^T
   std::int64_t ld = 0;
   std::int64_t tokens = 0;

@@ -1,5 +1,5 @@
-// The down half of the backward: D_e W_d, the gradients of silu and of the routing weights, and the sums over an expert's rows
-// that run along I.
+// The down half of the backward: D_e W_d, the gradients of the gate and of the routing weights, and the sums over an expert's
+// rows that run along I.
 #include <algorithm>
 #include <array>
 #include <span>
@@ -128,6 +128,7 @@ void BackwardPass::DownBase(std::int64_t index, std::int64_t part) {
       all.panels = 2;
       return all;
     };
+    swiglu.activation = config.activation;
     swiglu.d_z = sums + b * size;
     swiglu.ld = gemm.ldc;
     swiglu.tokens = job.rows;

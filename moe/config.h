@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cpu_kernels/gate.h"
 #include "cpu_kernels/tensor_view.h"
 
 namespace moesaic::moe {
@@ -11,6 +12,7 @@ struct LayerConfig {
   std::int64_t num_experts = 0;        ///< E
   std::int64_t hidden_size = 0;        ///< H
   std::int64_t intermediate_size = 0;  ///< I
+  Gate activation = Gate::kSilu;       ///< f of the gate
 };
 
 /// delta_W[e] = scale * b[e] a[e]. fp32 or bf16, any strides, read anew in every call.

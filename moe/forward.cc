@@ -185,7 +185,7 @@ class ForwardPass : public Pass {
     PackSplit(kernels, low, job.rows, rank, ld, kind, tiles);
   }
 
-  /// G^T, U^T for a range of I, some blocks of 32 rows at a time, and Z = silu(G) * U while they are in cache.
+  /// G^T, U^T for a range of I, some blocks of 32 rows at a time, and Z = f(G) * U while they are in cache.
   void GateUp(std::int64_t index, std::int64_t part) {
     const Job& job = jobs[index];
     const ForwardBuffers buffers = BuffersOf(index);
@@ -231,6 +231,7 @@ class ForwardPass : public Pass {
       PhaseRange range(Phase::kActivation);
       for (std::int64_t block = first; block < end; ++block) {
         SwigluForwardArgs swiglu;
+        swiglu.activation = config.activation;
         swiglu.gate = gate_sums + (block - first) * size;
         swiglu.up = up_sums + (block - first) * size;
         swiglu.ld = gemm.ldc;

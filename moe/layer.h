@@ -4,7 +4,7 @@
 // skipped) and routing weight w = weights[t, j]:
 //
 //   G = x W_g^T + s U_g B_g^T,  U_g = x A_g^T      U = x W_u^T + s U_u B_u^T,  U_u = x A_u^T
-//   Z = silu(G) * U
+//   Z = f(G) * U, f = silu or another of gate.h
 //   Y = Z W_d^T + s V B_d^T,    V = Z A_d^T        out[t] += w * Y
 //
 // Backward: the gradients of hidden, of the routing weights and of every LoRA matrix; base weights are frozen. The phases and

@@ -1,6 +1,7 @@
 #include "moe/reference.h"
 
 #include <cmath>
+#include <numbers>
 #include <utility>
 
 #include "cpu_kernels/tensor_access.h"
@@ -65,6 +66,18 @@ void AccumulateColumns(Matrix& sum, std::int64_t first, const Matrix& a) {
 }
 
 double Sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
+
+/// y(g) of gate.h, and y'(g).
+struct Argument {
+  double value;
+  double slope;
+};
+
+Argument ArgumentOf(Gate activation, double g) {
+  if (activation == Gate::kSilu) return {g, 1.0};
+  const double twice_root = std::sqrt(8.0 / std::numbers::pi);
+  return {twice_root * (g + 0.044715 * g * g * g), twice_root * (1.0 + 3.0 * 0.044715 * g * g)};
+}
 
 // ---- One expert ----
 
@@ -154,7 +167,7 @@ ExpertForward ForwardExpert(const ReferenceWeights& weights, const ReferenceInpu
   for (std::int64_t i = 0; i < rows; ++i) {
     for (std::int64_t c = 0; c < intermediate; ++c) {
       const double g = f.gate_up(i, c);
-      f.z(i, c) = g * Sigmoid(g) * f.gate_up(i, intermediate + c);
+      f.z(i, c) = g * Sigmoid(ArgumentOf(weights.activation, g).value) * f.gate_up(i, intermediate + c);
     }
   }
   f.y = Project(f.z, f.down_weight, f.down_terms);
@@ -180,14 +193,15 @@ void Allocate(const LoraPair& pair, ReferencePairGrad& grad) {
 }
 
 /// dG and dU side by side, [T_e, 2I], from dZ and the saved G, U.
-Matrix SiluBackward(const Matrix& gate_up, const Matrix& dz) {
+Matrix GateBackward(Gate activation, const Matrix& gate_up, const Matrix& dz) {
   Matrix d_gate_up(gate_up.rows, gate_up.cols);
   for (std::int64_t i = 0; i < dz.rows; ++i) {
     for (std::int64_t c = 0; c < dz.cols; ++c) {
       const double g = gate_up(i, c);
       const double u = gate_up(i, dz.cols + c);
-      const double sigma = Sigmoid(g);
-      d_gate_up(i, c) = dz(i, c) * u * sigma * (1.0 + g * (1.0 - sigma));
+      const Argument y = ArgumentOf(activation, g);
+      const double sigma = Sigmoid(y.value);
+      d_gate_up(i, c) = dz(i, c) * u * sigma * (1.0 + g * (1.0 - sigma) * y.slope);
       d_gate_up(i, dz.cols + c) = dz(i, c) * g * sigma;
     }
   }
@@ -239,7 +253,7 @@ ReferenceGradients ReferenceBackward(const ReferenceWeights& weights, const Refe
       }
     }
     const Matrix dz = ProjectBackward(f.z, f.down_weight, f.down_terms, dy, e);
-    const Matrix d_gate_up = SiluBackward(f.gate_up, dz);
+    const Matrix d_gate_up = GateBackward(weights.activation, f.gate_up, dz);
     const Matrix dx = ProjectBackward(f.x, f.gate_up_weight, f.gate_up_terms, d_gate_up, e);
     for (std::int64_t i = 0; i < dx.rows; ++i) {
       for (std::int64_t h = 0; h < dx.cols; ++h) grads.hidden(f.slots[static_cast<std::size_t>(i)].token, h) += dx(i, h);

@@ -29,6 +29,7 @@ struct Matrix {
 struct ReferenceWeights {
   TensorView gate_up;  ///< [E, 2I, H], gate rows first
   TensorView down;     ///< [E, H, I]
+  Gate activation = Gate::kSilu;
 };
 
 /// The inputs of forward, as in ForwardArgs.

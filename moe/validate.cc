@@ -196,13 +196,13 @@ void ValidateConfig(const LayerConfig& config) {
 
 void ValidateWeights(const LayerConfig& config, const TensorView& gate_up, const TensorView& down) {
   ValidateConfig(config);
-  const auto& [experts, hidden, intermediate] = config;
+  const std::int64_t experts = config.num_experts, hidden = config.hidden_size, intermediate = config.intermediate_size;
   CheckTensor("gate_up_proj", gate_up, {{experts, "E"}, {2 * intermediate, "2I"}, {hidden, "H"}}, kWeightTypes);
   CheckTensor("down_proj", down, {{experts, "E"}, {hidden, "H"}, {intermediate, "I"}}, kWeightTypes);
 }
 
 void ValidateUnpack(const LayerConfig& config, const TensorView& gate_up, const TensorView& down) {
-  const auto& [experts, hidden, intermediate] = config;
+  const std::int64_t experts = config.num_experts, hidden = config.hidden_size, intermediate = config.intermediate_size;
   CheckOutput("gate_up_proj", gate_up, {{experts, "E"}, {2 * intermediate, "2I"}, {hidden, "H"}}, kWeightTypes);
   CheckOutput("down_proj", down, {{experts, "E"}, {hidden, "H"}, {intermediate, "I"}}, kWeightTypes);
 }

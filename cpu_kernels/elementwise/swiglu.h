@@ -1,9 +1,10 @@
-// Z = silu(G) * U and its backward, on the transposed results of the direct form (kernels.h has the contract).
+// Z = f(G) * U and its backward, on the transposed results of the direct form (kernels.h has the contract, gate.h what f is).
 //
 // Rows of I are taken two at a time: their values for 16 tokens, side by side in bf16, are one line of the saved state, and
 // interleaved one row of a block that, transposed, is an operand tile [16 tokens][32 of I].
 #pragma once
 
+#include "cpu_kernels/fused/activations.h"
 #include "cpu_kernels/kernels.h"
 #include "cpu_kernels/simd.h"
 #include "cpu_kernels/transpose.h"
@@ -65,7 +66,26 @@ struct PairAt {
       : valid{rows - i, tokens - t}, saved(t * rows + i * (tokens - t < 16 ? tokens - t : 16)) {}
 };
 
-inline void SwigluForward(const SwigluForwardArgs& args) {
+/// sigma(y(g)) of a gate.
+template <Gate kGate>
+MOESAIC_INLINE F32x16 GateFactor(F32x16 g) {
+  return Sigmoid(kGate == Gate::kSilu ? g : TanhArgument(g));
+}
+
+/// f'(g) / sigma(y) = 1 + g (1 - sigma(y)) y'(g). Where sigma is 1 but for its last bit, g must not multiply that; nor may g^2
+/// overflow where sigma is 0.
+template <Gate kGate>
+MOESAIC_INLINE F32x16 SlopeOverFactor(F32x16 g, F32x16 sigma) {
+  if constexpr (kGate == Gate::kSilu) {
+    const F32x16 z = Smaller(Broadcast(88.0f), g);
+    return 1.0f + (z - z * sigma);
+  }
+  const F32x16 z = Clamp(g, 13.0f);
+  return 1.0f + (z - z * sigma) * TanhSlope(z);
+}
+
+template <Gate kGate>
+inline void SwigluForwardOf(const SwigluForwardArgs& args) {
   for (std::int64_t t = 0; t < args.tokens; t += kPanelRows) {
     alignas(64) BFloat16 pairs[kTileElements];
     for (std::int64_t i = 0; i < 32; i += 2) {
@@ -74,7 +94,7 @@ inline void SwigluForward(const SwigluForwardArgs& args) {
         const PairAt at(i, args.rows, t, args.tokens);
         const RowPair gate = LoadSums(args.gate + i * args.ld + t, args.ld, at.valid);
         const RowPair up = LoadSums(args.up + i * args.ld + t, args.ld, at.valid);
-        for (int h = 0; h < 2; ++h) z.row[h] = gate.row[h] * Sigmoid(gate.row[h]) * up.row[h];
+        for (int h = 0; h < 2; ++h) z.row[h] = gate.row[h] * GateFactor<kGate>(gate.row[h]) * up.row[h];
         KeepValid(z, at.valid);
         if (args.saved_gate != nullptr) {
           StoreSaved(args.saved_gate + at.saved, gate, at.valid);
@@ -86,6 +106,11 @@ inline void SwigluForward(const SwigluForwardArgs& args) {
     Transpose16x16(pairs, args.z.Tile(t / kPanelRows, args.block));
   }
   if (args.saved_gate != nullptr) StreamFence();
+}
+
+inline void SwigluForward(const SwigluForwardArgs& args) {
+  if (args.activation == Gate::kGeluTanh) return SwigluForwardOf<Gate::kGeluTanh>(args);
+  SwigluForwardOf<Gate::kSilu>(args);
 }
 
 /// Columns t to t + 15 of an operand matrix [32][tokens].
@@ -141,7 +166,8 @@ inline void ZeroTokens(const SwigluBackwardArgs& args, std::int64_t t) {
   }
 }
 
-inline void SwigluBackward(const SwigluBackwardArgs& args) {
+template <Gate kGate>
+inline void SwigluBackwardOf(const SwigluBackwardArgs& args) {
   std::int64_t t = 0;
   for (; t < args.tokens; t += kPanelRows) {
     SwigluResult z(args.z, args.block, args.z_t, t);
@@ -160,12 +186,12 @@ inline void SwigluBackward(const SwigluBackwardArgs& args) {
       const RowPair up = LoadSaved(args.saved_up + at.saved, at.valid);
       RowPair of_z, of_gate, of_up, of_weight;
       for (int h = 0; h < 2; ++h) {
-        const F32x16 sigma = Sigmoid(gate.row[h]);
-        const F32x16 silu = gate.row[h] * sigma;
+        const F32x16 sigma = GateFactor<kGate>(gate.row[h]);
+        const F32x16 activated = gate.row[h] * sigma;
         const F32x16 scaled = weight * sums.row[h];
-        of_z.row[h] = silu * up.row[h];
-        of_gate.row[h] = scaled * up.row[h] * sigma * (1.0f + (gate.row[h] - silu));
-        of_up.row[h] = scaled * silu;
+        of_z.row[h] = activated * up.row[h];
+        of_gate.row[h] = scaled * up.row[h] * sigma * SlopeOverFactor<kGate>(gate.row[h], sigma);
+        of_up.row[h] = scaled * activated;
         of_weight.row[h] = sums.row[h] * of_z.row[h];
       }
       KeepValid(of_z, at.valid);
@@ -189,6 +215,11 @@ inline void SwigluBackward(const SwigluBackwardArgs& args) {
     StoreF32(args.d_weight + t, LoadF32(args.d_weight + t) + d_weight);
   }
   if (t % kTileColumns != 0) ZeroTokens(args, t);
+}
+
+inline void SwigluBackward(const SwigluBackwardArgs& args) {
+  if (args.activation == Gate::kGeluTanh) return SwigluBackwardOf<Gate::kGeluTanh>(args);
+  SwigluBackwardOf<Gate::kSilu>(args);
 }
 
 }  // namespace

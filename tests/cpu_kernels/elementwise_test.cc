@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numbers>
 
 #include "tests/cpu_kernels/tiles.h"
 
@@ -16,7 +17,13 @@ constexpr std::int64_t kBlock = 32;
 
 double Sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 
-class ElementwiseTest : public TierTest {};
+constexpr Gate kGates[] = {Gate::kSilu, Gate::kGeluTanh};
+
+class ElementwiseTest : public TierTest {
+ protected:
+  void Forward(Gate activation);
+  void Backward(Gate activation);
+};
 
 /// `value` comes from some fp32 operations, each within 2^-24 of its result, a sigmoid within 2^-18 (from -20 on), and is then
 /// rounded to bf16: it is what rounding gives somewhere within 2^-17 of the expected number.
@@ -53,7 +60,23 @@ Tiles OutputTiles(std::int64_t rows, std::int64_t columns) {
   return tiles;
 }
 
+/// sigma(y) and y' of a gate.
+struct Factor {
+  double sigma;
+  double slope;
+};
+
+Factor FactorOf(Gate activation, double g) {
+  if (activation == Gate::kSilu) return {Sigmoid(g), 1.0};
+  const double twice_root = std::sqrt(8.0 / std::numbers::pi);
+  return {Sigmoid(twice_root * (g + 0.044715 * g * g * g)), twice_root * (1.0 + 3 * 0.044715 * g * g)};
+}
+
 TEST_P(ElementwiseTest, SwigluForward) {
+  for (const Gate activation : kGates) Forward(activation);
+}
+
+void ElementwiseTest::Forward(Gate activation) {
   std::mt19937_64 random(1);
   for (const BlockCase& c : kCases) {
     SCOPED_TRACE(testing::Message() << c.tokens << " tokens, " << c.rows << " rows");
@@ -66,6 +89,7 @@ TEST_P(ElementwiseTest, SwigluForward) {
       const PoisonedBuffer saved_gate(c.rows * c.tokens * 2);
       const PoisonedBuffer saved_up(c.rows * c.tokens * 2);
       SwigluForwardArgs args;
+      args.activation = activation;
       args.gate = gate_t.data();
       args.up = up_t.data();
       args.ld = gate_t.ld;
@@ -81,7 +105,7 @@ TEST_P(ElementwiseTest, SwigluForward) {
           const bool valid = t < c.tokens && i < c.rows;
           const double g = valid ? gate(i, t) : 0.0;
           if (t < RoundUp(c.tokens, 16)) {
-            ExpectBf16(z.Get(t, kBlock + i), valid ? g * Sigmoid(g) * up(i, t) : 0.0, "Z", i, t);
+            ExpectBf16(z.Get(t, kBlock + i), valid ? g * FactorOf(activation, g).sigma * up(i, t) : 0.0, "Z", i, t);
           } else {
             EXPECT_TRUE(std::isnan(z.Get(t, kBlock + i))) << "a panel without tokens was touched";
           }
@@ -149,10 +173,15 @@ struct BackwardBlock {
 };
 
 TEST_P(ElementwiseTest, SwigluBackward) {
+  for (const Gate activation : kGates) Backward(activation);
+}
+
+void ElementwiseTest::Backward(Gate activation) {
   std::mt19937_64 random(2);
   for (const BlockCase& c : kCases) {
     SCOPED_TRACE(testing::Message() << c.tokens << " tokens, " << c.rows << " rows");
     BackwardBlock b(c, random);
+    b.args.activation = activation;
     tier_->swiglu_backward(b.args);
     for (std::int64_t t = 0; t < RoundUp(c.tokens, 32); ++t) {
       double d_weight = static_cast<double>(t);
@@ -163,9 +192,10 @@ TEST_P(ElementwiseTest, SwigluBackward) {
           const double g = b.gate(i, t);
           const double u = b.up(i, t);
           const double d_z = static_cast<double>(b.weight[static_cast<std::size_t>(t)]) * b.d_z(i, t);
-          z = g * Sigmoid(g) * u;
-          d_up = d_z * g * Sigmoid(g);
-          d_gate = d_z * u * Sigmoid(g) * (1.0 + g * (1.0 - Sigmoid(g)));
+          const auto [sigma, slope] = FactorOf(activation, g);
+          z = g * sigma * u;
+          d_up = d_z * g * sigma;
+          d_gate = d_z * u * sigma * (1.0 + g * (1.0 - sigma) * slope);
           d_weight += b.d_z(i, t) * z;
           magnitude += std::fabs(b.d_z(i, t) * z);
         }
@@ -220,9 +250,9 @@ TEST_P(ElementwiseTest, SwigluBackwardLeavesOutWhatNobodyWants) {
   }
 }
 
-// silu at both ends of fp32: x for large x, 0 for large negative x; never a product of a huge x with a sigma that is only
-// small.
-TEST_P(ElementwiseTest, SiluOfExtremes) {
+// Gates at both ends of fp32: x for large x, 0 for large negative x; never a product of a huge x with a sigma that is only
+// small. Their slopes: 1 and 0.
+TEST_P(ElementwiseTest, GatesOfExtremes) {
   const std::vector<float> values = {0.0f,  -0.0f,  1e-30f, -1e-30f, 20.0f, -20.0f, 80.0f,  -80.0f, 100.0f, -100.0f,
                                      1e10f, -1e10f, 1e30f,  -1e30f,  3e38f, -3e38f, -87.0f, -87.5f, -88.0f, -90.0f};
   Dense gate(1, static_cast<std::int64_t>(values.size()));
@@ -239,11 +269,27 @@ TEST_P(ElementwiseTest, SiluOfExtremes) {
   args.tokens = gate.cols;
   args.rows = 1;
   args.z = z.matrix();
-  tier_->swiglu_forward(args);
-  for (std::int64_t t = 0; t < gate.cols; ++t) {
-    const double g = gate(0, t);
-    const double expected = g < -700.0 ? 0.0 : g * Sigmoid(g);  // e^-g overflows double below
-    EXPECT_NEAR(z.Get(t, 0), expected, 0x1p-8 * std::fabs(expected) + 1e-30) << "silu(" << g << ")";
+  std::mt19937_64 random(6);
+  BackwardBlock b({gate.cols, 1}, random);
+  std::fill(b.d_z.values.begin(), b.d_z.values.end(), 1.0f);
+  const Transposed d_z_t(b.d_z);
+  b.args.d_z = d_z_t.data();
+  b.args.ld = d_z_t.ld;
+  std::fill(b.weight.begin(), b.weight.end(), 1.0f);
+  b.gate = gate;
+  b.up = up;
+  b.Save();
+  for (const Gate activation : kGates) {
+    args.activation = b.args.activation = activation;
+    tier_->swiglu_forward(args);
+    tier_->swiglu_backward(b.args);
+    for (std::int64_t t = 0; t < gate.cols; ++t) {
+      const double g = gate(0, t);
+      const double expected = g < -700.0 ? 0.0 : g * FactorOf(activation, g).sigma;  // e^-g overflows double below
+      EXPECT_NEAR(z.Get(t, 0), expected, 0x1p-8 * std::fabs(expected) + 1e-30) << "gate " << g;
+      if (std::fabs(g) < 20.0) continue;
+      EXPECT_NEAR(b.d_gate.Get(t, kBlock), g > 0.0 ? 1.0 : 0.0, 1e-6) << "slope at " << g;
+    }
   }
 }
 

@@ -57,6 +57,18 @@ TEST(Layer, EveryFormOfAdapter) {
   }
 }
 
+TEST(Layer, GatesByTanh) {
+  Pool pool(2);
+  for (const std::int64_t tokens : {1, 40, 70}) {
+    ProblemSpec spec = MediumSpec();
+    spec.tokens = tokens;
+    spec.activation = Gate::kGeluTanh;
+    ExpectMatchesReference(spec, pool);
+    spec.adapters.clear();
+    ExpectMatchesReference(spec, pool);
+  }
+}
+
 TEST(Layer, SizesAroundTheTiles) {
   Pool pool(2);
   for (const std::int64_t hidden : {1, 15, 16, 31, 32, 33, 257}) {

@@ -88,7 +88,8 @@ std::string Describe(const ProblemSpec& spec) {
   std::ostringstream text;
   text << "T " << spec.tokens << " E " << spec.experts << " k " << spec.top_k << " H " << spec.hidden << " I "
        << spec.intermediate << " routing " << static_cast<int>(spec.routing) << " skipped " << spec.skipped << " duplicates "
-       << spec.duplicates << " activations " << static_cast<int>(spec.activations) << " seed " << spec.seed;
+       << spec.duplicates << " activations " << static_cast<int>(spec.activations) << " gate "
+       << static_cast<int>(spec.activation) << " seed " << spec.seed;
   for (const AdapterSpec& a : spec.adapters) {
     text << " [gate_up " << a.gate_up << " gate " << a.gate << " up " << a.up << " down " << a.down << " scale " << a.scale
          << " type " << static_cast<int>(a.dtype) << " peft " << a.peft_strides << "]";

@@ -61,6 +61,7 @@ struct ProblemSpec {
   bool duplicates = false;  ///< the slots of a token may name an expert twice
   DType activations = DType::kFloat32;
   DType ids = DType::kInt64;
+  Gate activation = Gate::kSilu;
   std::uint64_t seed = 1;
 };
 
@@ -86,8 +87,8 @@ inline constexpr std::array<ReferencePairGrad ReferenceAdapterGrad::*, 4> kRefer
 struct Problem {
   explicit Problem(const ProblemSpec& spec);
 
-  LayerConfig config() const { return {spec.experts, spec.hidden, spec.intermediate}; }
-  ReferenceWeights weights() const { return {gate_up.view(), down.view()}; }
+  LayerConfig config() const { return {spec.experts, spec.hidden, spec.intermediate, spec.activation}; }
+  ReferenceWeights weights() const { return {gate_up.view(), down.view(), spec.activation}; }
   ReferenceInputs inputs() const { return {hidden.view(), ids.view(), top_k_weights.view(), lora}; }
 
   ProblemSpec spec;

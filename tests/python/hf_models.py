@@ -82,6 +82,14 @@ PLAIN: dict[str, dict[str, Any]] = {
     "glm4_moe": {"first_k_dense_replace": 0},
     "ernie4_5_moe": {"moe_layer_start_index": 0},
     "flex_olmo": {},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "top_k_experts": 3,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 2,
+        "layer_types": ["full_attention"],
+    },
     "deepseek_v2": _LATENT_ATTENTION,
     "deepseek_v3": _LATENT_ATTENTION,
 }

@@ -48,12 +48,14 @@ class LayerCase:
     hidden_dtype: torch.dtype = torch.bfloat16
     weights_dtype: torch.dtype = torch.float32
     ids_dtype: torch.dtype = torch.int64
+    activation: str = "silu"
 
     def __str__(self) -> str:
         lora = "+".join(str(adapter) for adapter in self.adapters) or "none"
         return (
             f"{self.seed}-T{self.tokens}-E{self.experts}-k{self.top_k}-H{self.hidden}-I{self.intermediate}"
-            f"-{self.routing}{'-skip' if self.skip else ''}-{str(self.hidden_dtype)[6:]}-lora_{lora}"
+            f"-{self.routing}{'-skip' if self.skip else ''}-{self.activation}-{str(self.hidden_dtype)[6:]}"
+            f"-lora_{lora}"
         )
 
 
@@ -108,6 +110,7 @@ def random_case(seed: int) -> LayerCase:
         hidden_dtype=rng.choice((torch.float32, torch.bfloat16)),
         weights_dtype=rng.choice((torch.float32, torch.bfloat16)),
         ids_dtype=rng.choice((torch.int64, torch.int32)),
+        activation=rng.choice(("silu", "silu", "gelu_tanh")),
     )
 
 
@@ -161,7 +164,7 @@ class Problem:
         return [adapter.lora() for adapter in self.adapters]
 
     def layer(self) -> moesaic.ExpertsLayer:
-        return moesaic.ExpertsLayer(self.gate_up_proj, self.down_proj)
+        return moesaic.ExpertsLayer(self.gate_up_proj, self.down_proj, activation=self.case.activation)
 
 
 def _make_ids(case: LayerCase, generator: torch.Generator) -> torch.Tensor:
@@ -231,6 +234,7 @@ def naive_experts(
     gate_up_proj: torch.Tensor,
     down_proj: torch.Tensor,
     pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor, float]],
+    activation: str = "silu",
 ) -> torch.Tensor:
     """The layer as one would write it first; `pairs` holds (name, a, b, scale) of all adapters."""
     intermediate = down_proj.shape[2]
@@ -244,7 +248,7 @@ def naive_experts(
         for name, a, b, scale in pairs:
             (down if name == "down" else gate_up)[rows[name]] += scale * (b[expert] @ a[expert])
         gate, up = (hidden[tokens] @ gate_up.T).chunk(2, dim=-1)
-        y = (F.silu(gate) * up) @ down.T
+        y = ((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up) @ down.T
         out = out.index_add(0, tokens, weights[tokens, slots, None] * y)
     return out
 
@@ -258,7 +262,8 @@ def reference(problem: Problem) -> tuple[torch.Tensor, list[torch.Tensor]]:
         rounded = [_rounded(leaf).requires_grad_() for leaf in adapter.leaves]
         leaves += rounded
         pairs += adapter.pairs(rounded)
-    out = naive_experts(hidden, problem.ids, weights, problem.gate_up_proj, problem.down_proj, pairs)
+    activation = problem.case.activation
+    out = naive_experts(hidden, problem.ids, weights, problem.gate_up_proj, problem.down_proj, pairs, activation)
     grads = torch.autograd.grad(out, leaves, _rounded(problem.d_out), allow_unused=True, materialize_grads=True)
     return out.detach(), list(grads)
 

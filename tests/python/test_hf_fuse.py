@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 from transformers.models.vit import modeling_vit
 
 import moesaic.hf
-from fused_models import bert, error, inputs, objective, output, qwen3, qwen3_moe, roberta, vit
+from fused_models import SMALL, bert, error, inputs, objective, output, qwen3, qwen3_moe, roberta, vit
 
 #: With a TRL that has log-probabilities of its own, the head has two names.
 try:
@@ -171,6 +171,29 @@ def test_norms_of_small_rows() -> None:
     torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-5)
     (kept,) = moesaic.hf.fuse(nn.Sequential(other)).kept
     assert "computes something else" in kept.reason
+
+
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "gelu", "relu"])
+def test_gates_that_are_not_silu(activation: str) -> None:
+    """Gemma's are GELU by tanh: gate and up are one product, their activation the model's own."""
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    config = GemmaConfig(vocab_size=50, num_key_value_heads=2, head_dim=16, hidden_activation=activation, **SMALL)
+    config.hidden_act = activation  # older versions look at this one
+    model = GemmaForCausalLM(config).eval()
+    stock = output(model)
+    objective(stock).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    report = moesaic.hf.fuse(model)
+    assert sum(m.operator == "gemm, gemm" for m in report.replaced) == 2
+    for layer in model.model.layers:
+        layer.mlp.__dict__["forward"].stock = None
+    fused = output(model)
+    assert error(fused, stock) < 1e-5
+    objective(fused).backward()
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[n], rtol=1e-3, atol=1e-5, msg=n)
 
 
 def test_layers_that_do_not_go_together() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,10 @@ def test_attributes() -> None:
     layer = problem.layer()
     assert (layer.num_experts, layer.hidden_size, layer.intermediate_size) == (5, 96, 64)
     assert layer.weight_format == "bf16"
-    assert repr(layer) == "ExpertsLayer(num_experts=5, hidden_size=96, intermediate_size=64, weight_format='bf16')"
+    assert (
+        repr(layer)
+        == "ExpertsLayer(num_experts=5, hidden_size=96, intermediate_size=64, weight_format='bf16', activation='silu')"
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,13 +85,14 @@ def test_the_caller_may_free_its_weights() -> None:
     assert as_bytes(results(problem, layer)) == expected
 
 
-def test_copies_share_the_weights_and_pickles_carry_them() -> None:
-    problem = make_problem(CASE)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_copies_share_the_weights_and_pickles_carry_them(activation: str) -> None:
+    problem = make_problem(replace(CASE, activation=activation))
     layer = problem.layer()
     expected = as_bytes(results(problem, layer))
     assert copy.deepcopy(layer) is layer and copy.copy(layer) is layer
     restored = pickle.loads(pickle.dumps(layer))
-    assert restored.weight_bytes == layer.weight_bytes
+    assert restored.weight_bytes == layer.weight_bytes and restored.activation == layer.activation == activation
     assert as_bytes(results(problem, restored)) == expected
 
 
@@ -328,6 +333,12 @@ def test_bad_weights() -> None:
         ((gate_up.detach(), down.to("meta")), ValueError, "down_proj is on the meta device"),
         ((gate_up.detach(), down, "int3"), ValueError, 'weight_format is "int3"; expected "bf16"'),
         ((gate_up.detach(), down, 4), TypeError, "weight_format is a int"),
+        ((gate_up.detach(), down, "bf16", None), TypeError, "activation is a NoneType"),
+        (
+            (gate_up.detach(), down, "bf16", "gelu"),
+            ValueError,
+            'activation is "gelu"; expected "silu" or "gelu_tanh"',
+        ),
     ]
     for arguments, error, message in bad:
         with pytest.raises(error, match=message):

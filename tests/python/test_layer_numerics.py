@@ -33,6 +33,9 @@ EDGE_CASES = [
     LayerCase(1004, tokens=600, experts=64, top_k=8, hidden=96, intermediate=64, adapters=BIG_LORA, routing="one"),
     LayerCase(1005, tokens=64, experts=64, top_k=1, hidden=33, intermediate=1023),
     LayerCase(
+        1007, tokens=70, experts=8, top_k=3, hidden=96, intermediate=80, adapters=BIG_LORA, activation="gelu_tanh"
+    ),
+    LayerCase(
         1006,
         tokens=40,
         experts=3,

@@ -79,7 +79,9 @@ class ForwardCall:
 class Layer:
     """Tensors are on the CPU. LoRA tensors come flat, ``(a, b, a, b, ...)``; the layout says what each pair is."""
 
-    def __init__(self, weight_format: str, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> None: ...
+    def __init__(
+        self, weight_format: str, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, activation: str
+    ) -> None: ...
     @property
     def num_experts(self) -> int: ...
     @property

@@ -51,30 +51,41 @@ class ExpertsLayer:
         gate_up_proj: ``[E, 2I, H]``, gate rows first; bf16, fp16 or fp32 (stored as bf16), any strides, any device.
         down_proj: ``[E, H, I]``, likewise. Both may be freed afterwards.
         weight_format: how the weights are stored: ``"bf16"``.
+        activation: f in ``f(gate) * up``: ``"silu"``, or ``"gelu_tanh"``, ``torch.nn.functional.gelu`` by tanh.
 
     Forward and backward may be called from several threads at once; they are served in turn, without the Python lock.
     A copy (``copy.deepcopy``) shares the weights; pickling unpacks them.
 
     Raises:
         TypeError: a weight is no tensor.
-        ValueError: a wrong shape, dtype or format, or weights that require a gradient.
+        ValueError: a wrong shape, dtype, format or activation, or weights that require a gradient.
         MemoryError: memory cannot be had.
         UnsupportedHostError: MOESAIC_ISA names what this host lacks.
     """
 
-    __slots__ = ("__weakref__", "_core", "_weight_format")
+    __slots__ = ("__weakref__", "_activation", "_core", "_weight_format")
 
-    def __init__(self, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, weight_format: str = "bf16") -> None:
+    def __init__(
+        self,
+        gate_up_proj: torch.Tensor,
+        down_proj: torch.Tensor,
+        weight_format: str = "bf16",
+        activation: str = "silu",
+    ) -> None:
         for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
             if isinstance(weight, torch.Tensor) and weight.requires_grad:
                 raise ValueError(
                     f"{name} requires a gradient, and the engine has none for base weights: "
                     f"freeze it with {name}.requires_grad_(False) and train LoRA adapters"
                 )
-        if not isinstance(weight_format, str):
-            raise TypeError(f"weight_format is a {type(weight_format).__name__}; expected a str")
-        self._core = _core.Layer(weight_format, on_cpu(gate_up_proj, "gate_up_proj"), on_cpu(down_proj, "down_proj"))
+        for name, value in (("weight_format", weight_format), ("activation", activation)):
+            if not isinstance(value, str):
+                raise TypeError(f"{name} is a {type(value).__name__}; expected a str")
+        self._core = _core.Layer(
+            weight_format, on_cpu(gate_up_proj, "gate_up_proj"), on_cpu(down_proj, "down_proj"), activation
+        )
         self._weight_format = weight_format
+        self._activation = activation
 
     @property
     def num_experts(self) -> int:
@@ -100,6 +111,11 @@ class ExpertsLayer:
     def weight_format(self) -> str:
         """How the weights are stored."""
         return self._weight_format
+
+    @property
+    def activation(self) -> str:
+        """f in ``f(gate) * up``."""
+        return self._activation
 
     @property
     def weight_bytes(self) -> int:
@@ -189,11 +205,12 @@ class ExpertsLayer:
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertsLayer:
         return self
 
-    def __reduce__(self) -> tuple[type[ExpertsLayer], tuple[torch.Tensor, torch.Tensor, str]]:
-        return ExpertsLayer, (*self.unpack(), self.weight_format)
+    def __reduce__(self) -> tuple[type[ExpertsLayer], tuple[torch.Tensor, torch.Tensor, str, str]]:
+        return ExpertsLayer, (*self.unpack(), self.weight_format, self.activation)
 
     def __repr__(self) -> str:
         return (
             f"ExpertsLayer(num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
-            f"intermediate_size={self.intermediate_size}, weight_format={self.weight_format!r})"
+            f"intermediate_size={self.intermediate_size}, weight_format={self.weight_format!r}, "
+            f"activation={self.activation!r})"
         )

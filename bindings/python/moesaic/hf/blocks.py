@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from moesaic.hf.offloaded import is_offloaded
 __all__ = [
     "IMPLEMENTATION",
     "WEIGHTS",
+    "activation",
     "find_blocks",
     "implementation",
     "is_block",
@@ -29,6 +31,11 @@ IMPLEMENTATION = "moesaic"
 WEIGHTS = ("gate_up_proj", "down_proj")
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu_tanh": functools.partial(nn.functional.gelu, approximate="tanh"),
+}
 
 
 def is_block(module: nn.Module) -> bool:
@@ -95,13 +102,25 @@ def _refused_layout(block: Any) -> str | None:
 def _refused_gate(block: Any) -> str | None:
     # transformers puts its own _apply_gate on classes that do not bring one.
     if not type(block)._apply_gate.__module__.startswith("transformers.integrations."):
-        return f"{type(block).__name__} overrides _apply_gate, so its gate is not silu(gate) * up"
-    act_fn = getattr(block, "act_fn", None)
-    # The class of an activation says little (there are several of SiLU's); its values say everything.
-    probe = torch.linspace(-40.0, 40.0, 81)
-    if act_fn is None or not torch.allclose(act_fn(probe), nn.functional.silu(probe), rtol=1e-4, atol=1e-6):
+        return f"{type(block).__name__} overrides _apply_gate, so its gate is not act_fn(gate) * up"
+    if activation(block) is None:
+        act_fn = getattr(block, "act_fn", None)
         name = getattr(act_fn, "__name__", type(act_fn).__name__)
-        return f"its activation is {name}; the engine computes silu(gate) * up"
+        return f"its activation is {name}; the engine computes SiLU, and GELU by tanh"
+    return None
+
+
+def activation(block: Any) -> str | None:
+    """The name that `moesaic.ExpertsLayer` has for the activation of `block`; None where it has none. The class of an
+    activation says little (there are several of SiLU's); its values say everything."""
+    act_fn = getattr(block, "act_fn", None)
+    if act_fn is None:
+        return None
+    probe = torch.linspace(-40.0, 40.0, 321, device="cpu")
+    values = act_fn(probe)
+    for name, function in _ACTIVATIONS.items():
+        if torch.allclose(values, function(probe), rtol=1e-4, atol=1e-6):
+            return name
     return None
 
 

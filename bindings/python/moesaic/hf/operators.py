@@ -254,9 +254,13 @@ class GeluMlp(Operator):
 
 
 class GatedMlp(Operator):
-    """The dense FFN of decoders: ``down_proj(silu(gate_proj(x)) * up_proj(x))``, gate and up as one GEMM."""
+    """The dense FFN of decoders: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, gate and up as one GEMM. Activations
+    other than SiLU are the module's own."""
 
-    name = "gemm, silu_mul, gemm"
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """What it computes."""
+        return "gemm, silu_mul, gemm" if self._is_silu else "gemm, gemm"
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -266,8 +270,6 @@ class GatedMlp(Operator):
     def refusal(self) -> str | None:
         module = self.module
         reason = super().refusal()
-        if reason is None and not _same(module.act_fn, F.silu):
-            reason = f"its activation is {_name_of(module.act_fn)}; expected SiLU"
         gate, up = (getattr(layer, "base_layer", layer) for layer in (module.gate_proj, module.up_proj))
         if reason is None and (gate.bias is None) != (up.bias is None):
             reason = "one of gate_proj and up_proj has a bias; expected both or none"
@@ -279,7 +281,16 @@ class GatedMlp(Operator):
     def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
         module = self.module
         both = self._linear("gate_up", [module.gate_proj, module.up_proj], args[0])
-        return None if both is None else self._linear("down", [module.down_proj], functional.silu_mul(both))
+        if both is None:
+            return None
+        if self._is_silu:
+            return self._linear("down", [module.down_proj], functional.silu_mul(both))
+        gate, up = both.chunk(2, dim=-1)
+        return self._linear("down", [module.down_proj], module.act_fn(gate) * up)
+
+    @functools.cached_property
+    def _is_silu(self) -> bool:
+        return _same(self.module.act_fn, F.silu)
 
     def probe(self) -> tuple[torch.Tensor, ...]:
         base = getattr(self.module.gate_proj, "base_layer", self.module.gate_proj)
@@ -486,7 +497,7 @@ def _stacked(bases: list[nn.Linear], adapters: list[_Adapters]) -> tuple[LoraPai
 
 def _same(function: Any, reference: Any) -> bool:
     """Whether an activation is `reference`: its values say it, for the same one has several classes."""
-    x = torch.linspace(-8.0, 8.0, 129)
+    x = torch.linspace(-8.0, 8.0, 129, device="cpu")
     try:
         return torch.allclose(function(x), reference(x), rtol=1e-5, atol=1e-6)
     except Exception:  # whatever it is, it is no activation of one tensor

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moesaic.hf.blocks import WEIGHTS, refusal, weight
+from moesaic.hf.blocks import WEIGHTS, activation, refusal, weight
 from moesaic.hf.offloaded import reclaim
 from moesaic.hf.released import ReleasedParameter, ReleasedWeight, is_released, release_block, restore_block
 from moesaic.layer import ExpertsLayer
@@ -98,7 +98,9 @@ def pack(block: nn.Module, weight_format: str) -> ExpertsLayer:
     gate_up, down = (block._parameters[name] for name in WEIGHTS)
     assert gate_up is not None and down is not None  # or it would have been refused
     with torch.no_grad():
-        layer = ExpertsLayer(gate_up.detach(), down.detach(), weight_format=weight_format)
+        function = activation(block)
+        assert function is not None  # likewise
+        layer = ExpertsLayer(gate_up.detach(), down.detach(), weight_format, function)
         block.__dict__[_KEY] = Packed(layer, (_fingerprint(gate_up), _fingerprint(down)))
     if was_released:
         release(block)
