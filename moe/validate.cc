@@ -192,6 +192,9 @@ void ValidateConfig(const LayerConfig& config) {
   if (config.num_experts < 1) Fail("num_experts is ", config.num_experts, "; expected at least 1");
   if (config.hidden_size < 1) Fail("hidden_size is ", config.hidden_size, "; expected at least 1");
   if (config.intermediate_size < 1) Fail("intermediate_size is ", config.intermediate_size, "; expected at least 1");
+  if (config.activation != Gate::kSilu && config.activation != Gate::kGeluTanh) {
+    Fail("activation is ", static_cast<int>(config.activation), "; expected one of Gate");
+  }
 }
 
 void ValidateWeights(const LayerConfig& config, const TensorView& gate_up, const TensorView& down) {

@@ -1,6 +1,7 @@
 // SwiGLU and its backward, and the merge of a token's rows, on every tier against scalar formulas in double.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -199,7 +200,7 @@ void ElementwiseTest::Backward(Gate activation) {
           d_weight += b.d_z(i, t) * z;
           magnitude += std::fabs(b.d_z(i, t) * z);
         }
-        // Near g = -1.278 the slope of silu, sigma + g sigma (1 - sigma), is zero while its terms are 0.22.
+        // Near g = -1.278 the slope of silu, sigma + g sigma (1 - sigma), is zero while its terms are 0.22; GELU's near -0.75.
         const double terms =
             t < c.tokens && i < c.rows ? std::fabs(b.weight[static_cast<std::size_t>(t)] * b.d_z(i, t) * b.up(i, t)) : 0.0;
         ExpectBf16(b.d_gate_t.Get(i, t), d_gate, "dG", i, t, 0x1p-17 * terms);
@@ -253,8 +254,10 @@ TEST_P(ElementwiseTest, SwigluBackwardLeavesOutWhatNobodyWants) {
 // Gates at both ends of fp32: x for large x, 0 for large negative x; never a product of a huge x with a sigma that is only
 // small. Their slopes: 1 and 0.
 TEST_P(ElementwiseTest, GatesOfExtremes) {
-  const std::vector<float> values = {0.0f,  -0.0f,  1e-30f, -1e-30f, 20.0f, -20.0f, 80.0f,  -80.0f, 100.0f, -100.0f,
-                                     1e10f, -1e10f, 1e30f,  -1e30f,  3e38f, -3e38f, -87.0f, -87.5f, -88.0f, -90.0f};
+  const std::vector<float> values = {0.0f,    -0.0f,  1e-30f, -1e-30f, 20.0f,  -20.0f, 80.0f,  -80.0f, 100.0f,
+                                     -100.0f, 1e10f,  -1e10f, 1e30f,   -1e30f, 3e38f,  -3e38f, -87.0f, -87.5f,
+                                     -88.0f,  -90.0f, 1.0f,   -1.0f,   4.0f,   -4.0f,  6.0f,   -6.0f,  9.0f,
+                                     -9.0f,   9.5f,   -9.5f,  12.0f,   -12.0f, 13.0f,  -13.0f, 14.0f,  -14.0f};
   Dense gate(1, static_cast<std::int64_t>(values.size()));
   gate.values = values;
   Dense up(1, gate.cols);
@@ -287,8 +290,9 @@ TEST_P(ElementwiseTest, GatesOfExtremes) {
       const double g = gate(0, t);
       const double expected = g < -700.0 ? 0.0 : g * FactorOf(activation, g).sigma;  // e^-g overflows double below
       EXPECT_NEAR(z.Get(t, 0), expected, 0x1p-8 * std::fabs(expected) + 1e-30) << "gate " << g;
-      if (std::fabs(g) < 20.0) continue;
-      EXPECT_NEAR(b.d_gate.Get(t, kBlock), g > 0.0 ? 1.0 : 0.0, 1e-6) << "slope at " << g;
+      const auto [sigma, slope] = FactorOf(activation, std::clamp(g, -100.0, 100.0));
+      const double exact = sigma * (1.0 + std::clamp(g, -100.0, 100.0) * (1.0 - sigma) * slope);
+      EXPECT_NEAR(b.d_gate.Get(t, kBlock), exact, 0x1p-8 * std::fabs(exact) + 1e-6) << "slope at " << g;
     }
   }
 }

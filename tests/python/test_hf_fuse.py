@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -194,6 +195,104 @@ def test_gates_that_are_not_silu(activation: str) -> None:
     objective(fused).backward()
     for n, p in model.named_parameters():
         torch.testing.assert_close(p.grad, gradients[n], rtol=1e-3, atol=1e-5, msg=n)
+
+
+class Mlp(nn.Module):
+    """A dense FFN as decoders have it, and something else at a place of its own."""
+
+    def __init__(self, what: str, act_fn: Any = None) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(64, 96, bias=False), nn.Linear(64, 96, bias=False)
+        self.down_proj = nn.Linear(96, 64, bias=False)
+        self.act_fn = act_fn or nn.SiLU()
+        self.what = what
+        if what == "dropout":
+            self.dropout = nn.Dropout(0.5)
+        if what == "scale":
+            self.scale = nn.Parameter(torch.ones(()))
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.what == "limit":
+            gate, up = gate.clamp(max=10.0), up.clamp(-10.0, 10.0)
+        inner = self.act_fn(gate) * up
+        if self.what == "dropout":
+            inner = self.dropout(inner)
+        out = self.down_proj(inner)
+        if self.what == "functional dropout":
+            out = F.dropout(out, 0.5, self.training)
+        return self.scale * out if self.what == "scale" else out
+
+
+@pytest.mark.parametrize("what", ["dropout", "functional dropout"])
+def test_dropout_of_an_ffn_is_pytorchs(what: str) -> None:
+    mlp, x = Mlp(what).train(), torch.randn(5, 64)
+    mlp.down_proj.eval()  # a layer's own mode stays what it is
+    torch.manual_seed(1)
+    expected, state = mlp(x), torch.get_rng_state()
+    mlp.eval()
+    evaluated = mlp(x)
+    mlp.train()
+    mlp.down_proj.eval()
+    torch.manual_seed(1)
+    torch.set_rng_state(state)
+    model = nn.Sequential(mlp)
+    assert moesaic.hf.fuse(model).replaced
+    assert torch.equal(torch.get_rng_state(), state)  # what is tried draws from a generator of its own
+    assert mlp.training and mlp.up_proj.training and not mlp.down_proj.training
+    for other in (mlp, copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp))):
+        torch.manual_seed(1)
+        assert torch.equal(other(x), expected)
+        other.eval()
+        other.__dict__["forward"].stock = None
+        assert error(other(x), evaluated) < 1e-5
+
+
+@pytest.mark.parametrize("what", ["limit", "scale"])
+def test_ffns_that_do_more_are_kept(what: str) -> None:
+    """A limit shows on large numbers alone; a parameter of its own would not train."""
+    report = moesaic.hf.fuse(nn.Sequential(Mlp(what)))
+    assert all(m.class_name != "Mlp" for m in report.replaced)
+    assert moesaic.hf.fuse(nn.Sequential(Mlp(""))).replaced[0].operator == "gemm, silu_mul, gemm"
+
+
+class Swish(nn.Module):
+    """SiLU, until it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+def test_activations_that_are_more_than_a_function() -> None:
+    """Those that train or drop are the module's own; one that is swapped is noticed."""
+    x = torch.randn(5, 64)
+    mlp = Mlp("", Swish())
+    moesaic.hf.fuse(nn.Sequential(mlp))
+    mlp.__dict__["forward"].stock = None
+    mlp(x).sum().backward()
+    assert mlp.act_fn.beta.grad is not None and mlp.act_fn.beta.grad != 0
+    mlp = Mlp("", nn.Sequential(nn.SiLU(), nn.Dropout(0.5))).train()
+    torch.manual_seed(1)
+    expected = mlp(x)
+    moesaic.hf.fuse(nn.Sequential(mlp))
+    torch.manual_seed(1)
+    assert error(mlp(x), expected) < 1e-5
+    mlp = Mlp("")
+    moesaic.hf.fuse(nn.Sequential(mlp))
+    mlp(x)
+    mlp.act_fn = nn.ReLU()
+    assert error(mlp(x), type(mlp).forward(mlp, x)) < 1e-5
+    layer = bert().eval().encoder.layer[0].intermediate
+    moesaic.hf.fuse(layer)
+    layer.intermediate_act_fn = nn.ReLU()
+    assert error(layer(x), F.relu(layer.dense(x))) < 1e-5
 
 
 def test_layers_that_do_not_go_together() -> None:

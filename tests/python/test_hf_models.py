@@ -210,3 +210,42 @@ def test_router_frozen_and_hidden_without_gradient() -> None:
         model.requires_grad_(False)
         model.lm_head.weight.requires_grad_(True)
     assert_same_training(engine, stock)
+
+
+def test_an_activation_that_is_swapped() -> None:
+    """It is noticed in the next forward, and what the engine does not know is refused."""
+    model = build("gemma4_text").requires_grad_(False)
+    (block,) = blocks(model)
+    moesaic.hf.prepare(model, progress=False, release=False)
+    hidden, ids, weights = torch.randn(9, 64), torch.rand(9, 8).topk(3).indices, torch.rand(9, 3)
+    for act_fn in (nn.SiLU(), nn.GELU(approximate="tanh")):
+        block.act_fn = act_fn
+        block.config._experts_implementation = "grouped_mm"
+        expected = block(hidden, ids, weights)
+        block.config._experts_implementation = "moesaic"
+        assert distance(block(hidden, ids, weights), expected) < LOGITS
+    moesaic.hf.prepare(model, progress=False)
+    other, layer = copy.deepcopy(block), block.__dict__["_moesaic_packed"].layer
+    assert other.act_fn is not block.act_fn and distance(other(hidden, ids, weights), expected) < LOGITS
+    assert other.__dict__["_moesaic_packed"].layer is layer  # a copy has the same activation
+    block.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5))
+    with pytest.raises(ValueError, match="its activation is Sequential"):
+        block(hidden, ids, weights)
+    block.act_fn = nn.CosineSimilarity()  # of two tensors
+    with pytest.raises(ValueError, match="its activation is CosineSimilarity"):
+        block(hidden, ids, weights)
+    block.act_fn = nn.SiLU()
+    assert torch.isfinite(block(hidden, ids, weights)).all()
+
+
+def test_the_default_dtype_decides_nothing() -> None:
+    from transformers.activations import ACT2FN
+
+    model = build("mixtral")
+    (block,) = blocks(model)
+    block.act_fn = ACT2FN["gelu_new"]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert moesaic.hf.prepare(model, progress=False).blocks
+    finally:
+        torch.set_default_dtype(torch.float32)

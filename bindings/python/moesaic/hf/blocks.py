@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from moesaic.hf.offloaded import is_offloaded
+from moesaic.hf.operators import is_plain
 
 __all__ = [
     "IMPLEMENTATION",
@@ -114,14 +115,16 @@ def activation(block: Any) -> str | None:
     """The name that `moesaic.ExpertsLayer` has for the activation of `block`; None where it has none. The class of an
     activation says little (there are several of SiLU's); its values say everything."""
     act_fn = getattr(block, "act_fn", None)
-    if act_fn is None:
+    if act_fn is None or not is_plain(act_fn):
         return None
-    probe = torch.linspace(-40.0, 40.0, 321, device="cpu")
-    values = act_fn(probe)
-    for name, function in _ACTIVATIONS.items():
-        if torch.allclose(values, function(probe), rtol=1e-4, atol=1e-6):
-            return name
-    return None
+    probe = torch.linspace(-40.0, 40.0, 321, dtype=torch.float32, device="cpu")
+    try:
+        values = act_fn(probe)
+        return next(
+            (n for n, f in _ACTIVATIONS.items() if torch.allclose(values, f(probe), rtol=1e-4, atol=1e-6)), None
+        )
+    except Exception:  # whatever it is, it is no activation of one tensor
+        return None
 
 
 def _refused_weights(block: nn.Module) -> str | None:

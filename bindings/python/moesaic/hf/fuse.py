@@ -64,8 +64,8 @@ def fuse(model: nn.Module, attention: bool = True) -> FuseReport:
     """Lets fused operators compute the sub-graphs of `model` that they match.
 
     BERT's and RoBERTa's output layers (dense, residual, LayerNorm) and intermediate layers (dense, GELU), ViT's FFN,
-    the dense FFN of decoders (gate, up, SiLU, down), layer and RMS norms, the projections of attention layers and,
-    where it does not train, to the vocabulary; in bf16 the attention itself, where transformers is set to "sdpa",
+    the dense FFN of decoders (gate, up, an activation, down), layer and RMS norms, the projections of attention layers
+    and, where it does not train, to the vocabulary; in bf16 the attention itself, where transformers is set to "sdpa",
     of encoders and of decoders, that train or generate (`moesaic.nn.functional.attention`); rotary embeddings of
     queries and keys (`moesaic.nn.functional.rotary`); and the loss of causal language models
     (`moesaic.nn.functional.log_probs`). The losses of TRL's trainers read the weights of the projection to the
@@ -175,21 +175,28 @@ def _refusal(operator: Operator) -> str | None:
     reason = operator.refusal()
     if reason is not None:
         return reason
-    training = [m for m in module.modules() if m.training]
+    training = {m: m.training for m in module.modules()}
     module.eval()
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
             probe = operator.probe()
             fused = operator.fused(*probe)
             if fused is None:
                 return "its layers are of kinds or dtypes that do not go together here"
             stock = operator.stock(*probe)
+            if not operator.looks_at_dropout:
+                module.train()
+                for part in (part for layer in operator.layers() for part in layer.modules()):
+                    part.training = part is module  # dropout of adapters is looked at in each call
+                operator.in_training = torch.equal(operator.stock(*probe), stock)
     finally:
-        for m in training:
-            m.training = True
+        for m, was in training.items():
+            m.training = was
     if fused.dtype != stock.dtype or fused.shape != stock.shape:
         return f"its result is {stock.dtype} {list(stock.shape)}; the operator gives {fused.dtype} {list(fused.shape)}"
-    distance = float((fused.double() - stock.double()).norm() / stock.double().norm().clamp_min(1e-30))
+    exact = stock.double()
+    distances = (fused.double() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-30)
+    distance = float(distances.max())  # NaN, if one is
     if not distance <= _BOUND[fused.dtype]:
         return f"{type(module).__name__} computes something else (on a probe they differ by {distance:.1e})"
     return None

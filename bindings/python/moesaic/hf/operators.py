@@ -23,7 +23,7 @@ from moesaic.nn import PackedLinear, checked, functional
 from moesaic.nn.autograd import Fusion
 from moesaic.nn.linear import fingerprint
 
-__all__ = ["OPERATORS", "Operator", "product_dtype"]
+__all__ = ["OPERATORS", "Operator", "is_plain", "product_dtype"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -40,9 +40,13 @@ class Operator(ABC):
 
     #: What it computes, for reports.
     name = ""
+    #: Whether it looks in each call what its module does in training.
+    looks_at_dropout = False
 
     def __init__(self, module: Any) -> None:
         self.module = module
+        #: False: in training the module does something that the operator does not (dropout).
+        self.in_training = True
         self._packed: dict[str, tuple[Any, PackedLinear]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,12 +58,14 @@ class Operator(ABC):
         return self.stock(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "_packed": {}}
+        return {"module": self.module, "in_training": self.in_training, "_packed": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Operator:
         from copy import deepcopy
 
-        return type(self)(deepcopy(self.module, memo))
+        copy = type(self)(deepcopy(self.module, memo))
+        copy.in_training = self.in_training
+        return copy
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's class computes."""
@@ -108,6 +114,7 @@ class Operator(ABC):
             and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             and not torch._C._are_functorch_transforms_active()
             and len(args) > 0
+            and (self.in_training or not self.module.training)
             and all(type(a) in (torch.Tensor, nn.Parameter) and a.is_cpu and a.dtype in _DTYPES for a in args)
             and product_dtype(args[0].dtype) in _DTYPES
             and all(not _hooked(layer) for layer in self.module.children())
@@ -179,6 +186,7 @@ class AddNorm(Operator):
     """BERT's and RoBERTa's attention output and second FFN layer: ``LayerNorm(dropout(dense(x)) + residual)``."""
 
     name = "gemm_bias_add_layernorm"
+    looks_at_dropout = True
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -221,7 +229,8 @@ class DenseGelu(Operator):
         return [self.module.dense]
 
     def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
-        return self._linear("dense", [self.module.dense], args[0], Fusion(_gelu(self.module.intermediate_act_fn)))
+        kind = _kind(self.module.intermediate_act_fn)
+        return None if kind is None else self._linear("dense", [self.module.dense], args[0], Fusion(_GELU[kind]))
 
     def probe(self) -> tuple[torch.Tensor, ...]:
         base = getattr(self.module.dense, "base_layer", self.module.dense)
@@ -235,7 +244,8 @@ class GeluMlp(Operator):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return _has(module, fc1=_is_linear, fc2=_is_linear) and hasattr(module, "activation_fn") and _takes(module, 1)
+        has = _has(module, fc1=_is_linear, fc2=_is_linear) and _has_only(module, "fc1", "fc2", "activation_fn")
+        return has and hasattr(module, "activation_fn") and _takes(module, 1)
 
     def refusal(self) -> str | None:
         return super().refusal() or _refused_gelu(self.module.activation_fn)
@@ -245,7 +255,8 @@ class GeluMlp(Operator):
 
     def fused(self, *args: torch.Tensor) -> torch.Tensor | None:
         module = self.module
-        inner = self._linear("fc1", [module.fc1], args[0], Fusion(_gelu(module.activation_fn)))
+        kind = _kind(module.activation_fn)
+        inner = None if kind is None else self._linear("fc1", [module.fc1], args[0], Fusion(_GELU[kind]))
         return None if inner is None else self._linear("fc2", [module.fc2], inner)
 
     def probe(self) -> tuple[torch.Tensor, ...]:
@@ -257,6 +268,9 @@ class GatedMlp(Operator):
     """The dense FFN of decoders: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, gate and up as one GEMM. Activations
     other than SiLU are the module's own."""
 
+    #: The activation, and whether it is SiLU.
+    _looked_at: tuple[Any, bool] | None = None
+
     @property
     def name(self) -> str:  # type: ignore[override]
         """What it computes."""
@@ -264,7 +278,8 @@ class GatedMlp(Operator):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        has = _has(module, gate_proj=_is_linear, up_proj=_is_linear, down_proj=_is_linear)
+        layers = {"gate_proj": _is_linear, "up_proj": _is_linear, "down_proj": _is_linear}
+        has = _has(module, **layers) and _has_only(module, *layers, "act_fn")
         return has and hasattr(module, "act_fn") and _takes(module, 1)
 
     def refusal(self) -> str | None:
@@ -288,9 +303,12 @@ class GatedMlp(Operator):
         gate, up = both.chunk(2, dim=-1)
         return self._linear("down", [module.down_proj], module.act_fn(gate) * up)
 
-    @functools.cached_property
+    @property
     def _is_silu(self) -> bool:
-        return _same(self.module.act_fn, F.silu)
+        function = self.module.act_fn
+        if self._looked_at is None or self._looked_at[0] is not function:
+            self._looked_at = (function, is_plain(function) and _same(function, F.silu))
+        return self._looked_at[1]
 
     def probe(self) -> tuple[torch.Tensor, ...]:
         base = getattr(self.module.gate_proj, "base_layer", self.module.gate_proj)
@@ -340,8 +358,7 @@ class RmsNorm(Operator):
 
     def probe(self) -> tuple[torch.Tensor, ...]:
         """Rows so small that what is added to their squares counts, and one of zeros."""
-        rows = _sample(self.module.weight, self.module.weight.shape[0])
-        return (rows * torch.tensor([1, 1e-2, 1e-4, 0], dtype=rows.dtype, device="cpu")[:, None],)
+        return (_sample(self.module.weight, self.module.weight.shape[0], (1.0, 1e-2, 1e-4, 0.0)),)
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         eps = getattr(self.module, "variance_epsilon", getattr(self.module, "eps", None))
@@ -411,6 +428,13 @@ def _has(module: nn.Module, **children: Any) -> bool:
     return all(
         isinstance(getattr(module, n, None), nn.Module) and test(getattr(module, n)) for n, test in children.items()
     )
+
+
+def _has_only(module: nn.Module, *names: str) -> bool:
+    """Whether `module` has no other children than these and dropout, and no parameters or buffers of its own."""
+    others = [child for name, child in module.named_children() if name not in names]
+    own = any(True for _ in (*module._parameters.values(), *module._buffers.values()))
+    return not own and all(_is_dropout(child) or type(child) is nn.Identity for child in others)
 
 
 def _takes(module: nn.Module, count: int) -> bool:
@@ -495,24 +519,33 @@ def _stacked(bases: list[nn.Linear], adapters: list[_Adapters]) -> tuple[LoraPai
     return tuple(pairs)
 
 
+def is_plain(activation: Any) -> bool:
+    """Whether an activation is a function of numbers and nothing else: no parameters, no dropout, no hooks inside."""
+    if not isinstance(activation, nn.Module):
+        return True
+    parts = list(activation.modules())
+    stateless = not any(part._parameters or part._buffers for part in parts)
+    return stateless and not any(_hooked(part) or isinstance(part, nn.modules.dropout._DropoutNd) for part in parts)
+
+
 def _same(function: Any, reference: Any) -> bool:
     """Whether an activation is `reference`: its values say it, for the same one has several classes."""
-    x = torch.linspace(-8.0, 8.0, 129, device="cpu")
+    x = torch.linspace(-8.0, 8.0, 129, dtype=torch.float32, device="cpu")
     try:
         return torch.allclose(function(x), reference(x), rtol=1e-5, atol=1e-6)
     except Exception:  # whatever it is, it is no activation of one tensor
         return False
 
 
-def _gelu(activation: Any) -> str:
-    return "gelu" if _kind(activation) == "none" else "gelu_tanh"
-
-
+#: Names of activations in a `Fusion`.
+_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 _kinds: dict[str, str | None] = {}
 
 
 def _kind(activation: Any) -> str | None:
     """ "none", "tanh" or None, by values; known by class from then on."""
+    if not is_plain(activation):
+        return None
     key = f"{type(activation).__module__}.{type(activation).__qualname__}.{_name_of(activation)}.{activation!r}"
     if key not in _kinds:
         exact, tanh = _same(activation, F.gelu), _same(activation, lambda x: F.gelu(x, approximate="tanh"))
@@ -528,9 +561,11 @@ def _name_of(activation: Any) -> str:
     return getattr(activation, "__name__", type(activation).__name__)
 
 
-def _sample(like: torch.Tensor, features: int) -> torch.Tensor:
+def _sample(like: torch.Tensor, features: int, scales: tuple[float, ...] = (1.0, 8.0, 64.0, 512.0)) -> torch.Tensor:
+    """Rows of these sizes: some classes limit what is large."""
     generator = torch.Generator("cpu").manual_seed(features)
-    return torch.randn(4, features, generator=generator, dtype=torch.float32, device="cpu").to(like.dtype)
+    rows = torch.randn(len(scales), features, generator=generator, dtype=torch.float32, device="cpu")
+    return (rows * torch.tensor(scales, dtype=torch.float32, device="cpu")[:, None]).to(like.dtype)
 
 
 def _dtype(tensor: torch.Tensor) -> str:

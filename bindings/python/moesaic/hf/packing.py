@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class Packed:
 
     layer: ExpertsLayer
     fingerprints: tuple[tuple[Any, ...], ...]
+    act_fn: Any
+    """The block's activation, which `layer` has by name."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Packed:
         return self  # a copy of a block shares the weights as long as they are the same
@@ -79,6 +81,11 @@ def _fresh_layer(block: nn.Module, weight_format: str | None) -> ExpertsLayer | 
         parameter = weight(block, name)
         if parameter is None or _fingerprint(parameter) != before:
             return None
+    function = getattr(block, "act_fn", None)
+    if function is not packed.act_fn:  # of a copy of the block, or somebody has put another one there
+        if activation(block) != packed.layer.activation:
+            return None
+        block.__dict__[_KEY] = replace(packed, act_fn=function)
     return packed.layer
 
 
@@ -101,7 +108,7 @@ def pack(block: nn.Module, weight_format: str) -> ExpertsLayer:
         function = activation(block)
         assert function is not None  # likewise
         layer = ExpertsLayer(gate_up.detach(), down.detach(), weight_format, function)
-        block.__dict__[_KEY] = Packed(layer, (_fingerprint(gate_up), _fingerprint(down)))
+        block.__dict__[_KEY] = Packed(layer, (_fingerprint(gate_up), _fingerprint(down)), block.act_fn)
     if was_released:
         release(block)
     return layer
@@ -117,7 +124,7 @@ def release(block: nn.Module) -> int:
     packed: Packed = block.__dict__[_KEY]
     freed = release_block(block, packed.layer, writable)
     fingerprints = tuple(_fingerprint(block._parameters[name]) for name in WEIGHTS)  # type: ignore[arg-type]
-    block.__dict__[_KEY] = Packed(packed.layer, fingerprints)
+    block.__dict__[_KEY] = replace(packed, fingerprints=fingerprints)
     return freed
 
 
