@@ -107,6 +107,8 @@ TEST_F(ValidateTest, Config) {
   EXPECT_EQ(Message([] { ValidateConfig({0, 8, 8}); }), "num_experts is 0; expected at least 1");
   EXPECT_EQ(Message([] { ValidateConfig({1, -3, 8}); }), "hidden_size is -3; expected at least 1");
   EXPECT_EQ(Message([] { ValidateConfig({1, 8, 0}); }), "intermediate_size is 0; expected at least 1");
+  EXPECT_EQ(Message([] { ValidateConfig({1, 8, 8, Gate::kGeluTanh}); }), "");
+  EXPECT_EQ(Message([] { ValidateConfig({1, 8, 8, static_cast<Gate>(7)}); }), "activation is 7; expected one of Gate");
 }
 
 TEST_F(ValidateTest, Weights) {
