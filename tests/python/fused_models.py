@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from transformers import (
     ViTConfig,
     ViTModel,
 )
+
+import moesaic.hf
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 
@@ -72,6 +75,15 @@ def output(model: nn.Module, given: dict[str, torch.Tensor] | None = None) -> to
 def objective(out: torch.Tensor) -> torch.Tensor:
     """A norm's own gradient of its squares would be rounding alone."""
     return (out * torch.sin(torch.arange(out.numel(), dtype=out.dtype)).view_as(out)).sum()
+
+
+def three_ways(model: nn.Module) -> Iterator[str]:
+    """The model in fp32 as it is ("exact"), in bf16 ("stock"), and that fused ("fused"), one after the other."""
+    yield "exact"
+    model.bfloat16()
+    yield "stock"
+    moesaic.hf.fuse(model)
+    yield "fused"
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:

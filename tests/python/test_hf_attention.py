@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from transformers import BertConfig, BertModel
 
 import moesaic.hf
-from fused_models import SMALL, bert, error, objective, output, qwen3_moe
+from fused_models import SMALL, bert, error, objective, output, qwen3_moe, three_ways
 
 
 @pytest.fixture
@@ -76,11 +76,7 @@ def test_gradients_through_attention(
         given["attention_mask"] = torch.ones(2, 24, dtype=torch.long)
         given["attention_mask"][1, 17:] = 0
     gradients: dict[str, torch.Tensor] = {}
-    for way in ("exact", "stock", "fused"):
-        if way == "stock":
-            model.bfloat16()
-        if way == "fused":
-            moesaic.hf.fuse(model)
+    for way in three_ways(model):
         model.zero_grad()
         objective(output(model, given)[:, :17]).backward()  # what is computed for padding nobody reads
         gradients[way] = torch.cat(
@@ -131,11 +127,8 @@ def test_under_autocast(make: Callable[[], nn.Module], engine_attention: list[to
     model = make().eval()
     given = {"input_ids": torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))}
     results = {}
-    for way in ("exact", "stock", "fused"):
-        if way == "stock":
-            model.bfloat16()
+    for way in three_ways(model):
         if way == "fused":
-            moesaic.hf.fuse(model)
             operators = [m.__dict__["forward"] for m in model.modules() if "forward" in m.__dict__]
             for operator in operators:
                 if type(operator).__name__ != "Head":  # which trains here
@@ -297,11 +290,7 @@ def test_sequences_that_share_a_row(trained: bool, engine_attention: list[torch.
         "use_cache": False,  # with a cache transformers takes them for one sequence
     }
     results: dict[str, torch.Tensor] = {}
-    for way in ("exact", "stock", "fused"):
-        if way == "stock":
-            model.bfloat16()
-        if way == "fused":
-            moesaic.hf.fuse(model)
+    for way in three_ways(model):
         model.zero_grad()
         with torch.set_grad_enabled(trained):
             out = output(model, given)

@@ -57,7 +57,7 @@ class ExpertsLayer:
     A copy (``copy.deepcopy``) shares the weights; pickling unpacks them.
 
     Raises:
-        TypeError: a weight is no tensor.
+        TypeError: a weight is no tensor, or an option no string.
         ValueError: a wrong shape, dtype, format or activation, or weights that require a gradient.
         MemoryError: memory cannot be had.
         UnsupportedHostError: MOESAIC_ISA names what this host lacks.

@@ -90,14 +90,14 @@ def build_model(sizes: Mapping[str, Any], rank: int, dtype: torch.dtype | None =
     config = Qwen3MoeConfig(**{**_COMMON, **sizes})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.bfloat16)
     moesaic.hf.prepare(model, progress=False)
-    config = LoraConfig(
+    adapter = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
         target_parameters=["experts.gate_up_proj", "experts.down_proj"],
         task_type="CAUSAL_LM",
     )
-    adapted: nn.Module = get_peft_model(model, config)
+    adapted: nn.Module = get_peft_model(model, adapter)
     return adapted.train()
 
 

@@ -23,7 +23,7 @@ from moesaic.nn import PackedLinear, checked, functional
 from moesaic.nn.autograd import Fusion
 from moesaic.nn.linear import fingerprint
 
-__all__ = ["OPERATORS", "Operator", "is_plain", "product_dtype"]
+__all__ = ["OPERATORS", "Operator", "has_values_of", "is_plain", "product_dtype"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -307,7 +307,7 @@ class GatedMlp(Operator):
     def _is_silu(self) -> bool:
         function = self.module.act_fn
         if self._looked_at is None or self._looked_at[0] is not function:
-            self._looked_at = (function, is_plain(function) and _same(function, F.silu))
+            self._looked_at = (function, is_plain(function) and has_values_of(function, F.silu))
         return self._looked_at[1]
 
     def probe(self) -> tuple[torch.Tensor, ...]:
@@ -433,8 +433,9 @@ def _has(module: nn.Module, **children: Any) -> bool:
 def _has_only(module: nn.Module, *names: str) -> bool:
     """Whether `module` has no other children than these and dropout, and no parameters or buffers of its own."""
     others = [child for name, child in module.named_children() if name not in names]
-    own = any(True for _ in (*module._parameters.values(), *module._buffers.values()))
-    return not own and all(_is_dropout(child) or type(child) is nn.Identity for child in others)
+    return not (module._parameters or module._buffers) and all(
+        _is_dropout(child) or type(child) is nn.Identity for child in others
+    )
 
 
 def _takes(module: nn.Module, count: int) -> bool:
@@ -528,11 +529,11 @@ def is_plain(activation: Any) -> bool:
     return stateless and not any(_hooked(part) or isinstance(part, nn.modules.dropout._DropoutNd) for part in parts)
 
 
-def _same(function: Any, reference: Any) -> bool:
+def has_values_of(function: Any, reference: Any, rtol: float = 1e-5) -> bool:
     """Whether an activation is `reference`: its values say it, for the same one has several classes."""
-    x = torch.linspace(-8.0, 8.0, 129, dtype=torch.float32, device="cpu")
+    x = torch.linspace(-40.0, 40.0, 641, dtype=torch.float32, device="cpu")
     try:
-        return torch.allclose(function(x), reference(x), rtol=1e-5, atol=1e-6)
+        return torch.allclose(function(x), reference(x), rtol=rtol, atol=1e-6)
     except Exception:  # whatever it is, it is no activation of one tensor
         return False
 
@@ -548,7 +549,8 @@ def _kind(activation: Any) -> str | None:
         return None
     key = f"{type(activation).__module__}.{type(activation).__qualname__}.{_name_of(activation)}.{activation!r}"
     if key not in _kinds:
-        exact, tanh = _same(activation, F.gelu), _same(activation, lambda x: F.gelu(x, approximate="tanh"))
+        exact = has_values_of(activation, F.gelu)
+        tanh = has_values_of(activation, lambda x: F.gelu(x, approximate="tanh"))
         _kinds[key] = "none" if exact else "tanh" if tanh else None
     return _kinds[key]
 
